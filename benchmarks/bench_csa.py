@@ -1,0 +1,389 @@
+"""Speed of the CSA/HCA compressor: forward, backward, short segments, growth, host time and start-up.
+
+    python benchmarks/bench_csa.py                          all cases; writes benchmarks/results/<gpu>/csa.json
+    python benchmarks/bench_csa.py --quick --cases fwd      a few of them; only prints
+
+Every problem passes a check against fp64 before it is timed; a failed check ends the run without a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import ceilings
+import harness
+import peers
+from harness import Bar, Row
+
+PEER = peers.CudnnCompressor.name
+RAW = "raw launch"
+ATOMIC = "ours atomic"
+DIRECTIONS = ("fwd", "bwd")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pack of `segments` equal segments of `tokens` tokens, with its bars against the peer per direction."""
+
+    segments: int
+    tokens: int
+    d: int
+    ratio: int
+    coff: int
+    fwd: tuple[Bar, ...] = ()
+    bwd: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.segments}x{self.tokens} d{self.d} r{self.ratio} c{self.coff}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segments * self.tokens
+
+    @property
+    def num_rows(self) -> int:
+        return self.segments * (self.tokens // self.ratio)
+
+    def bytes(self, direction: str) -> int:
+        """Bytes that must move, bf16: kv and score read (and their gradients written), out or grad_out once."""
+        streams = {"fwd": 2, "bwd": 4}[direction]
+        return 2 * (streams * self.num_tokens * self.coff * self.d + self.num_rows * self.d)
+
+
+def at_most(limit: float) -> Bar:
+    return Bar("ratio", limit, PEER)
+
+
+SPEED = (
+    Shape(1, 8192, 128, 4, 2, fwd=(at_most(0.75),), bwd=(at_most(0.65),)),
+    Shape(3, 8192, 128, 4, 2, fwd=(at_most(0.7),), bwd=(at_most(0.7),)),
+    Shape(1, 8192, 512, 4, 2, fwd=(at_most(0.7),), bwd=(at_most(0.8),)),
+    Shape(3, 8192, 512, 4, 2, fwd=(at_most(0.7),), bwd=(at_most(0.75),)),
+    Shape(16, 8192, 512, 4, 2, fwd=(at_most(0.68), Bar("tbps", 3.8)), bwd=(at_most(0.72), Bar("tbps", 3.8))),
+    Shape(3, 8192, 512, 128, 1, fwd=(at_most(0.65),), bwd=(at_most(0.65),)),
+    Shape(16, 8192, 512, 128, 1, fwd=(at_most(0.75),), bwd=(at_most(0.6),)),
+)
+QUICK_SPEED = (SPEED[1], SPEED[5])
+DETERMINISM_BAR = Bar("ratio", 1.05, ATOMIC)
+
+# The same number of tokens, so the ratio of times is the ratio of times per token.
+SHORT, LONG = Shape(4096, 32, 512, 4, 2), Shape(16, 8192, 512, 4, 2)
+SHORT_BAR = 1.3
+
+GROWTH = tuple(Shape(segments, 8192, 128, 4, 2) for segments in (1, 4, 16, 64, 128))
+GROWTH_BAR = 1.1
+GROWTH_REFERENCE = "best smaller, scaled"
+
+# Kernels shorter than a launch, so that the queue stays empty while the host is timed.
+HOST = Shape(4, 256, 128, 4, 2)
+HOST_BARS = {"bound": 1.2, "execute": 1.7, "wrapper": 2.8}
+
+COLD_BAR, WARM_BAR, IMPORT_BAR = Bar("us", 3.0e6), Bar("us", 0.3e6), Bar("us", 50e3)
+CUDA_START = "torch's CUDA start"
+# The clock starts when torch is imported, its CUDA context exists and the inputs are there: what is timed is this
+# library's own work, the DSL's import and the compile or load included. The context's time is reported beside it.
+FIRST_USE = """
+import json, sys, time
+import torch
+def now():
+    torch.cuda.synchronize()
+    return time.perf_counter() * 1e6
+start = time.perf_counter() * 1e6
+torch.manual_seed(0)
+kv, score = (torch.randn(8192, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+ape = torch.randn(4, 256, device="cuda")
+cu, cuc = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (8192, 2048))
+inputs_ready = now()
+import cuteforge
+out = cuteforge.csa_compressor_forward_wrapper(kv, score, ape, cu, cuc, total_comp=2048)["out"]
+done = now()
+print(json.dumps({"cuda_us": inputs_ready - start, "first_us": done - inputs_ready,
+                  "checksum": out.double().abs().sum().item(), "imported_cutlass": "cutlass" in sys.modules}))
+"""
+IMPORT = """
+import json, time
+start = time.perf_counter()
+import cuteforge
+print(json.dumps({"us": (time.perf_counter() - start) * 1e6}))
+"""
+
+
+class Problem:
+    """Tensors of one shape, allocated once: bf16 inputs, random; outputs uninitialised."""
+
+    def __init__(self, shape: Shape) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        width = shape.coff * shape.d
+        randn = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        self.shape = shape
+        self.kv, self.score = randn(shape.num_tokens, width), randn(shape.num_tokens, width)
+        self.ape = torch.randn(shape.ratio, width, device="cuda")
+        steps = torch.arange(shape.segments + 1, dtype=torch.int32, device="cuda")
+        self.cu_seqlens = steps * shape.tokens
+        self.cu_seqlens_comp = steps * (shape.tokens // shape.ratio)
+        self.out, self.grad_out = randn(shape.num_rows, shape.d), randn(shape.num_rows, shape.d)
+        self.grad_kv, self.grad_score = torch.empty_like(self.kv), torch.empty_like(self.score)
+        self.grad_ape = torch.empty_like(self.ape)
+
+    @property
+    def inputs(self) -> tuple:
+        return self.kv, self.score, self.ape, self.cu_seqlens, self.cu_seqlens_comp
+
+    @property
+    def config(self) -> dict[str, int]:
+        return {"ratio": self.shape.ratio, "coff": self.shape.coff}
+
+    def operands(self, direction: str) -> tuple:
+        if direction == "fwd":
+            return *self.inputs, self.out
+        return *self.inputs, self.grad_out, self.grad_kv, self.grad_score, self.grad_ape
+
+    def results(self, direction: str) -> dict:
+        if direction == "fwd":
+            return {"out": self.out}
+        return {"grad_kv": self.grad_kv, "grad_score": self.grad_score, "grad_ape": self.grad_ape}
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One compiled op of this library on a problem's buffers: the ways to call it that a benchmark compares."""
+
+    op: object
+    operands: tuple
+    keywords: dict
+
+    @classmethod
+    def build(cls, problem: Problem, direction: str, deterministic: bool = True) -> Ours:
+        import torch
+
+        import cuteforge
+
+        operands = problem.operands(direction)
+        if direction == "fwd":
+            return cls(cuteforge.CSACompressorForward(*operands, **problem.config).compile(), operands, {})
+        op = cuteforge.CSACompressorBackward(*operands, **problem.config, deterministic=deterministic).compile()
+        workspace = torch.empty(op.workspace_bytes(), dtype=torch.uint8, device="cuda")
+        return cls(op, operands, {"workspace": workspace} if workspace.numel() else {})
+
+    def bound(self) -> Callable[[], object]:
+        return self.op.bind(*self.operands, **self.keywords)
+
+    def execute(self) -> Callable[[], object]:
+        return functools.partial(self.op.execute, *self.operands, **self.keywords)
+
+
+def wrapper_call(problem: Problem, direction: str) -> Callable[[], object]:
+    """The allocating entry; total_comp is given, as the call would otherwise wait for the device."""
+    import cuteforge
+
+    if direction == "fwd":
+        wrapper = functools.partial(cuteforge.csa_compressor_forward_wrapper, total_comp=problem.shape.num_rows)
+        return functools.partial(wrapper, *problem.inputs, **problem.config)
+    wrapper = cuteforge.csa_compressor_backward_wrapper
+    return functools.partial(wrapper, *problem.inputs, problem.grad_out, **problem.config)
+
+
+class Oracle:
+    """fp64 results of a problem and the error each result may have: 2 x (fp32 eager's error + one ulp of the largest).
+
+    grad_ape sums one term per output row in fp32 in an order of the kernel's own, so it gets sqrt(N) ulps, not one.
+    """
+
+    def __init__(self, problem: Problem, direction: str) -> None:
+        import torch
+
+        self.problem, self.direction = problem, direction
+        self.exact = self._eager(torch.float64, torch.float64)
+        self.budgets = {}
+        for name, eager in self._eager(torch.float32, None).items():
+            steps = math.sqrt(problem.shape.num_rows) if name == "grad_ape" else 1
+            largest = self.exact[name].abs().max().item()
+            ulp = torch.finfo(eager.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+            self.budgets[name] = 2 * (self._error(name, eager) + steps * ulp)
+
+    def check(self, call: Callable[[], object], who: str, unchecked: Sequence[str] = ()) -> None:
+        """Runs `call` on poisoned outputs and raises AssertionError naming the first result over its budget."""
+        results = self.problem.results(self.direction)
+        for name, tensor in results.items():
+            tensor.fill_(0.0 if name in unchecked else math.nan)
+        call()
+        for name in results.keys() - set(unchecked):
+            error = self._error(name, results[name])
+            if not error <= self.budgets[name]:
+                where = f"{self.problem.shape.name} {self.direction}"
+                raise AssertionError(f"{who}, {where}: {name} is off by {error:.3g}, allowed {self.budgets[name]:.3g}")
+
+    def _eager(self, compute_dtype, result_dtype) -> dict:
+        from cuteforge.csa.compressor import reference
+
+        problem, config = self.problem, {**self.problem.config, "compute_dtype": compute_dtype}
+        if self.direction == "fwd":
+            rows = problem.shape.num_rows
+            out = reference.compress_forward(*problem.inputs, rows, **config, out_dtype=result_dtype)
+            return {"out": out}
+        grads = reference.compress_backward(*problem.inputs, problem.grad_out, **config, grad_dtype=result_dtype)
+        return dict(zip(("grad_kv", "grad_score", "grad_ape"), grads, strict=True))
+
+    def _error(self, name: str, result) -> float:
+        return (result.double() - self.exact[name]).abs().max().item()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the sections share."""
+
+    peer: peers.CudnnCompressor | None
+    ceiling: dict[str, float]
+    repeats: int
+    quick: bool
+    patterns: Sequence[str] = field(default=())
+
+    def wants(self, name: str) -> bool:
+        return not self.patterns or any(pattern in name for pattern in self.patterns)
+
+    def floor_us(self, size_bytes: int) -> float:
+        return size_bytes / self.ceiling["copy_tbps"] * 1e-6
+
+    def row(self, shape: Shape, direction: str, name: str, us: float, beside: dict, bars: tuple) -> Row:
+        size_bytes = shape.bytes(direction)
+        return Row(name, direction, us, beside, self.floor_us(size_bytes), size_bytes, bars=bars)
+
+
+def gated_candidates(
+    problem: Problem, direction: str, peer: peers.CudnnCompressor | None, atomic: bool = False
+) -> dict:
+    """Bound calls of ours, ours atomic (backward, if asked) and the peer; those of ours have passed the check."""
+    oracle = Oracle(problem, direction)
+    candidates = {"ours": Ours.build(problem, direction).bound()}
+    harness.require_green(lambda: oracle.check(candidates["ours"], "ours"))
+    if atomic and direction == "bwd":
+        candidates[ATOMIC] = Ours.build(problem, direction, deterministic=False).bound()
+        harness.require_green(lambda: oracle.check(candidates[ATOMIC], ATOMIC))
+    if peer is not None:
+        launch = peer.forward if direction == "fwd" else peer.backward
+        call = launch(*problem.operands(direction), **problem.config)
+        try:
+            oracle.check(call, PEER, unchecked=("grad_ape",) if direction == "bwd" else ())
+            candidates[PEER] = call
+        except Exception as error:  # whatever another library does on this GPU, our figures stand without it
+            print(f"{PEER} is not measured: {error}", file=sys.stderr)
+    return candidates
+
+
+def speed_rows(run: Run) -> Iterator[Row]:
+    """Each pack against the peer; the backward also deterministic against atomic."""
+    for shape in QUICK_SPEED if run.quick else SPEED:
+        for direction in filter(lambda d: run.wants(f"{shape.name} {d}"), DIRECTIONS):
+            candidates = gated_candidates(Problem(shape), direction, run.peer, atomic=True)
+            us = harness.measure_group(candidates, repeats=run.repeats)
+            bars = getattr(shape, direction)
+            yield run.row(shape, direction, shape.name, us["ours"], {n: us[n] for n in us if n == PEER}, bars)
+            if direction == "bwd":
+                name = f"{shape.name} deterministic"
+                yield run.row(shape, direction, name, us["ours"], {ATOMIC: us[ATOMIC]}, (DETERMINISM_BAR,))
+
+
+def short_rows(run: Run) -> Iterator[Row]:
+    """Many short segments against few long ones, as many tokens."""
+    for direction in filter(lambda d: run.wants(f"{SHORT.name} {d}"), DIRECTIONS):
+        calls = {s.name: gated_candidates(Problem(s), direction, None)["ours"] for s in (SHORT, LONG)}
+        us = harness.measure_group(calls, repeats=run.repeats)
+        bars = (Bar("ratio", SHORT_BAR, LONG.name),)
+        yield run.row(SHORT, direction, SHORT.name, us[SHORT.name], {LONG.name: us[LONG.name]}, bars)
+
+
+def growth_rows(run: Run) -> Iterator[Row]:
+    """Time per token from 8 k to 1 M tokens."""
+    for direction in filter(lambda d: run.wants(f"growth {d}"), DIRECTIONS):
+        calls = {s.name: gated_candidates(Problem(s), direction, None)["ours"] for s in GROWTH}
+        us = harness.measure_group(calls, repeats=run.repeats)
+        for shape, reference_us in zip(GROWTH, growth_references(us), strict=True):
+            beside = {} if reference_us is None else {GROWTH_REFERENCE: reference_us}
+            bars = (Bar("ratio", GROWTH_BAR, GROWTH_REFERENCE),) if beside else ()
+            yield run.row(shape, direction, f"growth {shape.num_tokens} tokens", us[shape.name], beside, bars)
+
+
+def growth_references(us: dict[str, float]) -> list[float | None]:
+    """For each growth case, its time if every token cost what it costs in the best smaller case; None for the first.
+
+    A fixed launch latency makes small packs dearer per token; what must not happen is that a larger pack is.
+    """
+    references: list[float | None] = []
+    best_per_token = None
+    for shape in GROWTH:
+        references.append(None if best_per_token is None else best_per_token * shape.num_tokens)
+        per_token = us[shape.name] / shape.num_tokens
+        best_per_token = per_token if best_per_token is None else min(best_per_token, per_token)
+    return references
+
+
+def host_rows(run: Run) -> Iterator[Row]:
+    """Host time per call of each entry, beside a raw launch and the peer's launch."""
+    for direction in filter(lambda d: run.wants(f"host {d}"), DIRECTIONS):
+        problem = Problem(HOST)
+        gated = gated_candidates(problem, direction, run.peer)
+        ours = Ours.build(problem, direction)
+        calls = {RAW: ceilings.raw_launch(), "bound": gated.pop("ours"), "execute": ours.execute()}
+        calls |= {"wrapper": wrapper_call(problem, direction), **gated}
+        us = harness.measure_host(calls)
+        beside = {name: us[name] for name in (RAW, PEER) if name in us}
+        for entry, limit in HOST_BARS.items():
+            yield Row(f"{entry} {direction}", "host", us[entry], beside, bars=(Bar("ratio", limit, RAW),))
+
+
+def start_rows(run: Run) -> Iterator[Row]:
+    """First use in a fresh process with an empty cache, the next process, and the import alone."""
+    warm_runs = 1 if run.quick else 3
+    if run.wants("start first use"):
+        with tempfile.TemporaryDirectory() as cache:
+            env = {"CUTEFORGE_CACHE_DIR": cache}
+            cold, *warm = (harness.run_fresh(FIRST_USE, env) for _ in range(1 + warm_runs))
+        harness.require_green(lambda: check_same_results(cold, warm))
+        yield start_row("first use, cold", [cold], COLD_BAR)
+        yield start_row("first use, warm", warm, WARM_BAR)
+    if run.wants("start import"):
+        us = statistics.median(harness.run_fresh(IMPORT)["us"] for _ in range(5))
+        yield Row("import cuteforge", "start", us, bars=(IMPORT_BAR,))
+
+
+def start_row(case: str, processes: Sequence[dict], bar: Bar) -> Row:
+    first_us, cuda_us = (statistics.median(p[key] for p in processes) for key in ("first_us", "cuda_us"))
+    imported = any(p["imported_cutlass"] for p in processes)
+    print(f"{case}: cutlass {'was' if imported else 'was not'} imported", file=sys.stderr)
+    return Row(case, "start", first_us, {CUDA_START: cuda_us}, bars=(bar,))
+
+
+def check_same_results(cold: dict, warm: Sequence[dict]) -> None:
+    """A kernel loaded from disk computes what the freshly compiled one did."""
+    sums = {process["checksum"] for process in (cold, *warm)}
+    if len(sums) != 1 or not math.isfinite(cold["checksum"]):
+        raise AssertionError(f"the cold and the warm processes disagree: checksums {sorted(sums)}")
+
+
+SECTIONS = (speed_rows, short_rows, growth_rows, host_rows, start_rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args: argparse.Namespace = harness.common_parser(__doc__.splitlines()[0]).parse_args(argv)
+    peer, peer_status = (None, "left out") if args.no_peer else peers.find_cudnn_compressor()
+    facts = harness.environment()
+    print(f"{facts['gpu']}, driver {facts['driver']}; peer {PEER}: {peer_status}")
+    repeats = args.repeats or (5 if args.quick else 20)
+    run = Run(peer, harness.measure_ceilings(repeats), repeats, args.quick, args.cases)
+    sections = [s for s in SECTIONS if not (args.quick and s is growth_rows)]
+    rows = [row for section in sections for row in section(run)]
+    harness.publish("csa", args, run.ceiling, rows, facts)
+
+
+if __name__ == "__main__":
+    main()

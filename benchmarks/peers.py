@@ -1,0 +1,94 @@
+"""Other libraries, measured beside ours: each gives callables on preallocated buffers, or a reason why it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class CudnnCompressor:
+    """The CSA compressor kernels of nvidia-cudnn-frontend, launched directly.
+
+    Its own API refuses GPUs below compute capability 10.0, though the kernels use nothing newer than plain loads;
+    called below that API, they are compiled for the current GPU. Inputs: contiguous bf16 kv, score, out and gradients, fp32
+    ape, int32 offsets. Nothing is allocated or filled by the callables.
+    """
+
+    name = "cudnn-frontend"
+
+    def __init__(self, general: types.ModuleType, ratio128: types.ModuleType) -> None:
+        # Resolved here, so that a release without these entry points is a reason for no peer, not an error later.
+        self._forward = {True: ratio128.run_fwd_r128, False: general.run_fwd}
+        self._backward = {True: ratio128.run_bwd_r128, False: general.run_bwd}
+
+    def forward(self, kv, score, ape, cu_seqlens, cu_seqlens_comp, out, *, ratio: int, coff: int) -> Callable[[], Any]:
+        """Callable that launches the forward kernel into `out (N, d)`."""
+        num_rows, d = out.shape
+        run = self._forward[ratio == 128]
+        return functools.partial(run, kv, score, ape, cu_seqlens, cu_seqlens_comp, out, num_rows, ratio, d, coff)
+
+    def backward(
+        self,
+        kv,
+        score,
+        ape,
+        cu_seqlens,
+        cu_seqlens_comp,
+        grad_out,
+        grad_kv,
+        grad_score,
+        grad_ape,
+        *,
+        ratio: int,
+        coff: int,
+    ) -> Callable[[], Any]:
+        """Callable that launches the default (atomic) backward kernel.
+
+        grad_kv and grad_score are overwritten; grad_ape is added to, and zeroing it is left to the caller and not timed.
+        """
+        num_rows, d = grad_out.shape
+        operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
+        return functools.partial(self._backward[ratio == 128], *operands, num_rows, ratio, d, coff)
+
+
+def find_cudnn_compressor() -> tuple[CudnnCompressor | None, str]:
+    """The peer and its version, or None and the reason, e.g. "not installed". Never raises for a missing peer."""
+    spec = importlib.util.find_spec("cudnn")
+    if spec is None or not spec.submodule_search_locations:
+        return None, "not installed"
+    try:
+        with _bare_packages("cudnn", spec.submodule_search_locations, ("csa", "compressor")):
+            general = importlib.import_module("cudnn.csa.compressor.compressor_sm100")
+            ratio128 = importlib.import_module("cudnn.csa.compressor.compressor_sm100_r128")
+        return CudnnCompressor(general, ratio128), importlib.metadata.version("nvidia-cudnn-frontend")
+    except Exception as error:  # whatever another library's import does here, ours is still measured
+        return None, f"installed, but not usable: {type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _bare_packages(root: str, locations: list[str], below: tuple[str, ...]) -> Iterator[None]:
+    """Lets submodules be imported without running the `__init__` of their packages.
+
+    The package's own `__init__` loads compiled bindings and the backend library, and the family's checks the GPU; the
+    kernel files need neither. What was in `sys.modules` before is put back afterwards.
+    """
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == root}
+    for name in before:
+        del sys.modules[name]
+    try:
+        for depth in range(len(below) + 1):
+            package = types.ModuleType(".".join((root, *below[:depth])))
+            package.__path__ = ["/".join((location, *below[:depth])) for location in locations]
+            sys.modules[package.__name__] = package
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == root]:
+            del sys.modules[name]
+        sys.modules.update(before)

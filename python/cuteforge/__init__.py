@@ -1,0 +1,34 @@
+"""GPU kernels written in CuTe-DSL and compiled just in time.
+
+Importing this package imports neither torch nor cutlass; a name's module is imported when the name is first used.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "ContractError": "cuteforge.errors",
+    "UnsupportedError": "cuteforge.errors",
+    "TensorSpec": "cuteforge.tensor_spec",
+    "TupleDict": "cuteforge.api_base",
+    "CSACompressorForward": "cuteforge.csa.compressor",
+    "CSACompressorBackward": "cuteforge.csa.compressor",
+    "csa_compressor_forward_wrapper": "cuteforge.csa.compressor",
+    "csa_compressor_backward_wrapper": "cuteforge.csa.compressor",
+}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

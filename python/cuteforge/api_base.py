@@ -1,0 +1,342 @@
+"""The life of an op (check_support, compile, execute, bind), and the ordered dict that wrappers return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime import env
+from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
+from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
+from cuteforge.runtime.launch import bound_launch, launch, translate_error
+from cuteforge.runtime.streams import is_capturing, raw_stream, record_streams, stream_handle
+from cuteforge.tensor_spec import Dims, Signature, TensorSpec
+
+# A module global: the launch path tests it for every operand.
+_Tensor = torch.Tensor
+_Op = TypeVar("_Op", bound="APIBase")
+
+
+class TupleDict(dict):
+    """A dict of named results that unpacks like a tuple.
+
+    ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
+    (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
+    """
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        return tuple(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+    def copy(self) -> TupleDict:
+        """A shallow copy."""
+        return type(self)(self)
+
+
+class _Compiled:
+    """What `compile` leaves behind: replaced as a whole, so a launch in another thread sees the old or the new one."""
+
+    __slots__ = ("arch", "kernel", "scalars")
+
+    def __init__(self, kernel: Kernel, arch: Arch) -> None:
+        self.kernel = kernel
+        self.arch = arch
+        # By device index; a device is in it once it is known to run the code.
+        self.scalars: dict[int, tuple[int, ...]] = {}
+
+
+class APIBase:
+    """One op for one configuration: validates, compiles, launches into buffers that the caller gives.
+
+    A family names its operands in `signature` and implements `_kernel_key`; the other hooks have defaults. Samples give
+    shape, dtype, stride and device only. Extents that the compile key does not hold may differ from call to call.
+    Nothing here allocates, copies, converts, reads device memory or falls back. Ops may be deep-copied and pickled; the
+    copy loads its kernel again when it is first used.
+
+    Args:
+        samples: a tensor (real, meta or fake) or TensorSpec for each operand of `signature`.
+
+    Raises:
+        TypeError: a name is missing or unknown.
+        ContractError: a sample is no tensor.
+    """
+
+    signature: ClassVar[Signature]
+
+    def __init__(self, **samples: Any) -> None:
+        ordered = self._ordered((), samples)
+        self.samples = {name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)}
+        self._outputs = tuple(i for i, operand in enumerate(self.signature.operands) if operand.role == "out")
+        self._dims: Dims | None = None
+        self._compiled: _Compiled | None = None
+        self._was_compiled = False
+        self._arch_name: str | None = None
+
+    # Hooks of a family.
+
+    def _known(self) -> Mapping[str, int]:
+        """Symbols of the signature that the configuration fixes."""
+        return {}
+
+    def _check_relations(self, dims: Dims) -> None:
+        """Raise ContractError or UnsupportedError for what the signature cannot say."""
+
+    def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
+        """The binary that serves `dims` on `arch`."""
+        raise NotImplementedError
+
+    def _scalars(self, arch: Arch) -> tuple[int, ...]:
+        """Run-time scalars that follow the tensors; constant for an op on a GPU with the facts `arch`."""
+        return ()
+
+    def _is_empty(self, operands: tuple) -> bool:
+        """Whether these operands leave nothing to do; then nothing is launched."""
+        return False
+
+    def _check_contents(self, operands: tuple) -> None:
+        """Raise ContractError for bad values, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1."""
+
+    # Life cycle.
+
+    @property
+    def dims(self) -> Dims:
+        """Every symbol of the signature, solved from the samples."""
+        if self._dims is None:
+            self.check_support()
+        return self._dims
+
+    def check_support(self) -> bool:
+        """True, or raise. Needs neither a GPU nor a compiler.
+
+        Raises:
+            ContractError: the samples contradict each other or the signature; names the operand.
+            UnsupportedError: a valid call that this op does not serve; names the limit.
+        """
+        dims = self.signature.bind(self.samples, self._known())
+        self._check_relations(dims)
+        index = self._sample_device()
+        if index is not None and index < torch.cuda.device_count():
+            resolve_arch(None, index)
+        self._dims = dims
+        return True
+
+    def compile(self: _Op, arch: str | None = None) -> _Op:
+        """Compile, or load from a cache, and return self. Free when already compiled.
+
+        Args:
+            arch: e.g. ``"sm_90a"``; None takes CUTEFORGE_ARCH, else the samples' GPU, else the current GPU.
+
+        Raises:
+            ContractError, UnsupportedError: as `check_support`, or `arch` is none we know.
+            RuntimeError: the kernel would have to be compiled while a CUDA graph is being captured.
+        """
+        self._compile_for(arch, self._sample_device())
+        return self
+
+    def workspace_bytes(self) -> int:
+        """Bytes of scratch memory that `execute` takes for the samples' extents."""
+        return 0
+
+    def execute(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> None:
+        """Launch on `operands`, in signature order or by name.
+
+        Args:
+            stream: None for torch's current stream of the operands' device, or what `stream_handle` takes; then the
+                operands are recorded on it.
+
+        Raises:
+            ContractError: an operand is refused, by name; nothing was launched.
+            UnsupportedError: compiled for an architecture that the operands' device does not run.
+            RuntimeError: not compiled.
+        """
+        self._launch(self._ordered(operands, named), stream)
+
+    def bind(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> Callable[[], None]:
+        """Validate once and return a launch of these very buffers, for decode loops and graph capture.
+
+        The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
+        current when it is called. Arguments and errors as in `execute`.
+        """
+        operands = self._ordered(operands, named)
+        compiled = self._compiled or self._load_again(operands)
+        self.check_call(operands)
+        scalars = self._prepare_device(compiled, operands)
+        if self._is_empty(operands):
+            return _launch_nothing
+        if env.check() and not is_capturing():
+            self._check_contents(operands)
+        bound = bound_launch(compiled.kernel, operands, scalars, stream)
+        if stream is not None:
+            # Once is enough: what counts is the stream's work at the time the memory is freed.
+            record_streams(operands, stream, operands[0].get_device())
+        return bound
+
+    def __call__(self, *operands: torch.Tensor, **named: Any) -> None:
+        """Compile if needed, then `execute`."""
+        if self._compiled is None:
+            self._compile_for(self._arch_name, _device_index((*operands, *named.values())))
+        return self.execute(*operands, **named)
+
+    def check_call(self, operands: tuple) -> None:
+        """Run the whole table on real operands, as samples, alignment and overlap included.
+
+        Raises:
+            ContractError, UnsupportedError: what the compiled entry refuses, or would, by name.
+        """
+        self._check_kinds(operands)
+        tensors = dict(zip(self.signature.names, operands, strict=True))
+        specs = {name: TensorSpec.of(tensor, name) for name, tensor in tensors.items()}
+        self._check_compiled_dtypes(specs)
+        dims = self.signature.bind(specs, self._known())
+        if fixed := self._compiled_extents(dims):
+            dims = self.signature.bind(specs, {**self._known(), **fixed})
+        self._check_relations(dims)
+        self.signature.bind_pointers(tensors, dims)
+
+    # The launch path. It reads a type and a flag of each operand; the rest is checked by the compiled entry.
+
+    def _launch(self, operands: tuple, stream: Any = None) -> None:
+        """Launch on `operands`, all of `signature` in its order; see `execute`."""
+        for tensor in operands:
+            if type(tensor) is not _Tensor or tensor.requires_grad:
+                self._check_kinds(operands)
+                break
+        compiled = self._compiled or self._load_again(operands)
+        device = operands[0].get_device()
+        scalars = compiled.scalars.get(device)
+        if scalars is None:
+            scalars = self._prepare_device(compiled, operands)
+        for i in self._outputs:
+            if not operands[i].is_contiguous():
+                self.signature.operands[i].check_no_self_overlap(operands[i].shape, operands[i].stride())
+        if self._is_empty(operands):
+            return self.check_call(operands)
+        self._check_on_request(operands)
+        if is_capturing():
+            compiled.kernel.pin()
+        handle = raw_stream(device) if stream is None else stream_handle(stream, device)
+        try:
+            launch(compiled.kernel, operands, scalars, handle)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._explain(error, operands)
+            raise
+        if stream is not None:
+            record_streams(operands, stream, device)
+
+    def _explain(self, error: Exception, operands: tuple) -> None:
+        """Raise the error that names what a compiled entry refused; return when `error` says it best."""
+        self.check_call(operands)
+        named = translate_error(error)
+        if named is not error:
+            raise named from error
+
+    def _check_on_request(self, operands: tuple) -> None:
+        """The checks that environment variables turn on."""
+        if not env.fast_launch():
+            self.check_call(operands)
+        # A capturing stream cannot be synchronized with, so contents are out of reach then.
+        if env.check() and not is_capturing():
+            self._check_contents(operands)
+
+    def _check_kinds(self, operands: tuple) -> None:
+        """Refuse what is no plain tensor with memory, and what autograd would have to follow."""
+        grad_enabled = torch.is_grad_enabled()
+        for name, x in zip(self.signature.names, operands, strict=True):
+            if not isinstance(x, _Tensor):
+                raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+            # A subclass with a dispatch of its own (fake, distributed, quantized) has no memory to hand over.
+            if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
+                raise ContractError(f"{name}: wanted a plain tensor with device memory, got a {type(x).__name__}")
+            if x.is_meta:
+                raise ContractError(f"{name}: wanted a tensor with device memory, got a meta tensor")
+            if x.requires_grad and grad_enabled:
+                raise ContractError(
+                    f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {type(self).__name__} "
+                    "records no graph: call it under torch.no_grad() or use the differentiable function of this op"
+                )
+
+    def _prepare_device(self, compiled: _Compiled, operands: tuple) -> tuple[int, ...]:
+        """First launch on a device: refuse one that cannot run the code, and find its scalars."""
+        device = operands[0].get_device()
+        if device < 0:
+            self.check_call(operands)
+        capability = torch.cuda.get_device_capability(device)
+        if not runs_on(compiled.arch.name, capability):
+            raise UnsupportedError(
+                f"{type(self).__name__} is compiled for {compiled.arch.name}, "
+                f"which cuda:{device} of compute capability {capability[0]}.{capability[1]} does not run"
+            )
+        scalars = self._scalars(resolve_arch(compiled.arch.name, device))
+        compiled.scalars[device] = scalars
+        return scalars
+
+    # Compiling.
+
+    def _sample_device(self) -> int | None:
+        return next((s.device_index for s in self.samples.values() if s.device_index is not None), None)
+
+    def _compile_for(self, arch_name: str | None, device_index: int | None) -> _Compiled:
+        compiled = self._compiled
+        if compiled is not None and arch_name in (None, compiled.arch.name):
+            return compiled
+        dims = self.dims
+        arch = resolve_arch(arch_name, device_index)
+        compiled = _Compiled(load_kernel(self._kernel_key(dims, arch)), arch)
+        self._compiled, self._was_compiled, self._arch_name = compiled, True, arch_name
+        return compiled
+
+    def _load_again(self, operands: tuple) -> _Compiled:
+        """Compile a copy of a compiled op for the operands' device."""
+        if not self._was_compiled:
+            raise RuntimeError(f"{type(self).__name__} is not compiled: call compile() first")
+        return self._compile_for(self._arch_name, _device_index(operands))
+
+    def _check_compiled_dtypes(self, specs: Mapping[str, TensorSpec]) -> None:
+        for name, spec in specs.items():
+            if spec.dtype != self.samples[name].dtype:
+                wanted = f"dtype {self.samples[name].dtype} (that of the sample)"
+                raise ContractError(f"{name}: wanted {wanted}, got {spec.dtype}")
+
+    def _compiled_extents(self, dims: Dims) -> Dims:
+        """The samples' value of every symbol that differs now and was compiled in: it changes the compile key."""
+        if self._compiled is None:
+            return {}
+        arch, samples = self._compiled.arch, self.dims
+        key = self._kernel_key(samples, arch)
+        changed = [name for name, value in samples.items() if dims[name] != value]
+        return {n: samples[n] for n in changed if self._kernel_key({**samples, n: dims[n]}, arch) != key}
+
+    def _ordered(self, operands: tuple, named: Mapping[str, Any]) -> tuple:
+        """Positional and named operands in signature order."""
+        names = self.signature.names
+        positional = dict(zip(names, operands))
+        misplaced = [name for name in named if name not in names or name in positional]
+        missing = [name for name in names if name not in positional and name not in named]
+        if len(operands) > len(names) or misplaced or missing:
+            problem = f"missing {missing}, unknown or repeated {misplaced}, {len(operands)} positional"
+            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(names)}: {problem}")
+        given = {**positional, **named}
+        return tuple(given[name] for name in names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
+
+
+def _device_index(values: Iterable[Any]) -> int | None:
+    """The GPU of the first CUDA tensor."""
+    return next((x.get_device() for x in values if isinstance(x, _Tensor) and x.is_cuda), None)
+
+
+def _launch_nothing() -> None:
+    """The bound launch of operands that leave nothing to do."""

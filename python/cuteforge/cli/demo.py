@@ -1,0 +1,167 @@
+"""`demo`: real input through every kernel family, each result checked against an fp64 oracle."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from cuteforge.cli import timing
+from cuteforge.cli.console import open_console
+from cuteforge.cli.families import FAMILIES, Case, load
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime import compile_cache
+
+# A100, L20, H200, B200.
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One result of one case: its largest error against fp64, and how large that may be."""
+
+    case: str
+    result: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        """False for NaN as well."""
+        return self.error <= self.budget
+
+    def cells(self) -> tuple[str, ...]:
+        return self.case, self.result, f"{self.error:.3e}", f"{self.budget:.3e}", "ok" if self.ok else "FAILED"
+
+
+def run() -> int:
+    """Run every family on the GPU, or without one the eager code and the compiler.
+
+    Returns:
+        0, or 1 when a check or a compile failed, or the GPU is refused.
+    """
+    started = time.perf_counter()
+    console = open_console()
+    on_gpu = torch.cuda.is_available()
+    _describe(console, on_gpu)
+    try:
+        ok = _run_on_gpu(console) if on_gpu else _run_without_gpu(console)
+    except UnsupportedError as refusal:
+        console.print(f"not supported: {refusal}", markup=False)
+        ok = False
+    console.print(f"{'all ok' if ok else 'FAILED'}, {time.perf_counter() - started:.1f} s")
+    return 0 if ok else 1
+
+
+def max_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest distance from the fp64 `exact`; NaN if `got` holds one. 0 when empty."""
+    return (got.double() - exact).abs().max().item() if exact.numel() else 0.0
+
+
+def budget(eager: torch.Tensor, exact: torch.Tensor) -> float:
+    """Twice (the error of `eager`, which is rounded to the dtype of the result, plus one ulp of the largest value)."""
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    ulp = torch.finfo(eager.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+    return 2 * (max_error(eager, exact) + ulp)
+
+
+def check_results(case: Case, results) -> list[Check]:
+    """A `Check` for each of `results` (name -> tensor)."""
+    exact, eager = case.exact(), case.eager()
+    return [
+        Check(case.name, name, max_error(results[name], exact[name]), budget(eager[name], exact[name]))
+        for name in exact
+    ]
+
+
+def _describe(console: Console, on_gpu: bool) -> None:
+    if on_gpu:
+        console.print(f"{torch.cuda.get_device_name()}: kernels against an fp64 oracle")
+    else:
+        console.print(
+            "No CUDA GPU here: the eager CPU code runs on the input, and the kernels are compiled but not run."
+        )
+
+
+def _cases(device: str) -> list[Case]:
+    return [case for family in FAMILIES for case in load(family).demo_cases(device)]
+
+
+def _track(console: Console, what: str, items: Sequence) -> Iterator:
+    """The items, with a bar where `console` is a terminal and nothing elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    # The compiler redirects the standard streams for itself; a bar that did so too would restore the wrong ones.
+    quiet = {"disable": not console.is_terminal, "redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=console, transient=True, **quiet) as progress:
+        yield from progress.track(items, description=what)
+
+
+def _run_on_gpu(console: Console) -> bool:
+    table = Table("case", "result", "max error", "budget", "", "time", "of copy ceiling")
+    copy_tbps = timing.copy_tbps()
+    all_ok = True
+    for case in _track(console, "checking", _cases("cuda")):
+        launch, results = case.bind()
+        launch()
+        checks = check_results(case, results)
+        ok = all(check.ok for check in checks)
+        speed = _speed_cells(case, launch, copy_tbps) if ok else ("", "")
+        for i, check in enumerate(checks):
+            table.add_row(*check.cells(), *(speed if i == 0 else ("", "")))
+        all_ok = all_ok and ok
+    console.print(table)
+    console.print(
+        f"copy ceiling {copy_tbps:.2f} TB/s; times are medians of {timing.REPEATS} launches, L2 overwritten before each"
+    )
+    return all_ok
+
+
+def _speed_cells(case: Case, launch, copy_tbps: float) -> tuple[str, str]:
+    us = timing.median_us(launch)
+    return f"{us:.1f} us", f"{case.size_bytes / us * 1e-6 / copy_tbps:.0%}"
+
+
+def _run_without_gpu(console: Console) -> bool:
+    cases = _cases("cpu")
+    table = Table("case", "result", "max error", "budget", "")
+    checks = [check for case in _track(console, "checking", cases) for check in check_results(case, case.fallback())]
+    for check in checks:
+        table.add_row(*check.cells())
+    console.print(table)
+    compiled_ok = _compile_all(console, cases)
+    return all(check.ok for check in checks) and compiled_ok
+
+
+def _compile_all(console: Console, cases: Sequence[Case]) -> bool:
+    """Compile every case for every architecture, print a row each; False if one did not compile."""
+    table = Table("compiled", *ARCHITECTURES)
+    all_ok = True
+    jobs = [(case, arch) for case in cases for arch in ARCHITECTURES]
+    cells: list[str] = []
+    for case, arch in _track(console, "compiling", jobs):
+        ok, cell = _compile(console, case, arch)
+        all_ok = all_ok and ok
+        cells.append(cell)
+        if len(cells) == len(ARCHITECTURES):
+            table.add_row(case.name, *cells)
+            cells = []
+    console.print(table)
+    return all_ok
+
+
+def _compile(console: Console, case: Case, arch: str) -> tuple[bool, str]:
+    """(whether it compiled, seconds and where it came from)."""
+    compiles, started = compile_cache.stats().compiles, time.perf_counter()
+    try:
+        case.compile_for(arch)
+    except Exception as error:  # one architecture that fails must not hide the others
+        console.print(f"{case.name} for {arch}: {type(error).__name__}: {error}", markup=False)
+        return False, "FAILED"
+    seconds = time.perf_counter() - started
+    return True, f"{seconds:.2f} s" + ("" if compile_cache.stats().compiles > compiles else " (cached)")

@@ -1,0 +1,1 @@
+"""Compressed sparse attention: kernels that shorten a KV stream."""

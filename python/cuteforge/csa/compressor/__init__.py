@@ -1,0 +1,11 @@
+"""CSA / HCA compressor: gated softmax pooling of a packed token stream, forward and backward."""
+
+from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
+from cuteforge.csa.compressor.wrapper import csa_compressor_backward_wrapper, csa_compressor_forward_wrapper
+
+__all__ = [
+    "CSACompressorBackward",
+    "CSACompressorForward",
+    "csa_compressor_backward_wrapper",
+    "csa_compressor_forward_wrapper",
+]

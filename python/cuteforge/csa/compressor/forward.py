@@ -1,0 +1,94 @@
+"""Forward kernel: out[row, col] = sum_k v_k * softmax_k(score_k + ape_k) over the window of the row.
+
+One source for sm_80 and up, every ratio, coff, head dim and dtype. Memory-bound: window.py says how the bytes are kept in flight.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from cuteforge.csa.compressor.config import Traits
+from cuteforge.csa.compressor.fake_operands import forward_operands
+from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
+from cuteforge.csa.compressor.window import WindowStream, row_plan
+from cuteforge.device.copy import Rows
+from cuteforge.device.segments import WARP
+from cuteforge.runtime.compile_cache import Build
+
+
+class Forward:
+    """The kernel for one `Traits`; calling it launches."""
+
+    def __init__(self, traits: Traits):
+        self.traits = traits
+        self.arithmetic = Accurate if traits.problem.dtype == "float32" else Fast
+
+    @cute.jit
+    def __call__(
+        self,
+        mKV: cute.Tensor,
+        mScore: cute.Tensor,
+        mApe: cute.Tensor,
+        mCu: cute.Tensor,
+        mCuComp: cute.Tensor,
+        mOut: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        if mOut.shape[0] > 0:
+            grid, rows_per_lane = row_plan(self.traits, mOut.shape[0], max_ctas)
+            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, rows_per_lane).launch(
+                grid=(grid, 1, 1), block=(WARP * self.traits.tile.num_warps, 1, 1), stream=stream
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mKV: cute.Tensor,
+        mScore: cute.Tensor,
+        mApe: cute.Tensor,
+        mCu: cute.Tensor,
+        mCuComp: cute.Tensor,
+        mOut: cute.Tensor,
+        rows_per_lane: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        split_window = self.traits.tile.split_window
+        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, None, bidx, tidx)
+        exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
+        out = Rows(mOut)
+        row_begin = window.row_lane * rows_per_lane
+        row_end = cutlass.min(row_begin + rows_per_lane, mOut.shape[0])
+        window.prefetch(row_begin)
+        rApe = window.load_ape(mApe)
+        state = window.start(row_begin, row_end)
+        stage = Int32(0)
+        for row in cutlass.range(row_begin, row_end, unroll=1):
+            state = window.advance(row, row_end, stage, state)
+            parts = pool_part(window, rApe, stage, self.arithmetic, empty_is_nan=not split_window)
+            if cutlass.const_expr(split_window):
+                self._join_and_store(window, exchange, parts, out, row, row - row_begin)
+            else:
+                window.store(out, row, 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts])
+            stage = window.next_stage(stage)
+
+    def _join_and_store(self, window, exchange, parts, out, row, step):
+        exchange.publish(window, parts, step, self.arithmetic)
+        self._store_in_turn(window, exchange, out, row, step)
+
+    @cute.jit
+    def _store_in_turn(self, window, exchange, out, row: Int32, step: Int32):
+        """The warps take turns at joining the parts of a row."""
+        if window.warp == step % self.traits.tile.num_warps:
+            cols = range(self.traits.tile.cols_per_lane)
+            window.store(out, row, 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols])
+
+
+def build(traits: Traits) -> Build:
+    """The kernel for `traits`, for `runtime.compile_cache`."""
+    return Build(
+        Forward(traits), (*forward_operands(traits.problem), Int32(1), make_fake_stream()), "csa_compressor_forward"
+    )

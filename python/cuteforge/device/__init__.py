@@ -1,0 +1,1 @@
+"""Building blocks traced into kernels. Imports cutlass; never torch, never a kernel family."""

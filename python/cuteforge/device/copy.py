@@ -1,0 +1,103 @@
+"""Moving short runs of elements between global memory, shared memory and registers."""
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from cuteforge.device.traced import TraceConstant
+
+MIN_ASYNC_BYTES = 4  # cp.async moves 4, 8 or 16 bytes
+
+
+class Rows(TraceConstant):
+    """A matrix in global memory addressed by row, for few instructions a row.
+
+    The byte pitch is a 32-bit number, so that the address of a row is one multiply-add with a 64-bit sum.
+    """
+
+    def __init__(self, mX: cute.Tensor):
+        self.dtype = mX.element_type
+        self.itemsize = mX.element_type.width // 8
+        self.base = mX.iterator.toint()
+        self.pitch = Int32(mX.stride[0]) * self.itemsize
+
+    def column(self, col):
+        """Byte address of (0, col): computed once, then moved by `at`."""
+        return self.base + Int64(col * self.itemsize)
+
+    def at(self, column, row):
+        """Byte address of a row, given that of its column in row 0."""
+        return column + Int64(row) * Int64(self.pitch)
+
+    def run(self, address, elems: int) -> cute.Tensor:
+        """`elems` adjacent elements at an address aligned to their size."""
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=elems * self.itemsize)
+        return cute.make_tensor(pointer, cute.make_layout(elems))
+
+
+def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
+    """`elems` adjacent elements of shared memory at `base + offset`, aligned to their size."""
+    align = elems * base.dtype.width // 8
+    pointer = cute.make_ptr(base.dtype, (base + offset).toint(), cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(elems))
+
+
+@cute.jit
+def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted):
+    """Start copying a run from global to shared memory, or zero it where not `wanted`; nothing is read then.
+
+    Asynchronous where the run is at least 4 bytes: complete after the next committed group is waited for.
+    """
+    size = cute.size(dst) * rows.itemsize
+    if cutlass.const_expr(size < MIN_ASYNC_BYTES):
+        dst.fill(0.0)
+        if wanted:
+            dst.store(rows.run(address, cute.size(dst)).load())
+    else:
+        # only 16-byte copies can pass L1 by
+        level = "cg" if size == 16 else "ca"
+        source_size = Int32(0)
+        if wanted:
+            source_size = Int32(size)
+        cute.arch.inline_ptx(
+            f"cp.async.{level}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+            read_only_args=[dst.iterator.toint(), address, source_size],
+        )
+
+
+def prefetch_l2(address) -> None:
+    """Ask for the cache line of a global address."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+@cute.jit
+def store_run(rows: Rows, address: Int64, values, col: Int32, limit: int, whole: bool):
+    """Store fp32 `values` at an address, each rounded once; those of column `limit` and after are left out, `col` being the first.
+
+    `whole` says that runs of this length start at multiples of it and that `limit` is one, so that a run is one access.
+    """
+    count = len(values)
+    if cutlass.const_expr(whole):
+        if col < limit:
+            rX = cute.make_rmem_tensor(count, rows.dtype)
+            for c in cutlass.range_constexpr(count):
+                rX[c] = values[c].to(rows.dtype)
+            rows.run(address, count).store(rX.load())
+    else:
+        for c in cutlass.range_constexpr(count):
+            if col + c < limit:
+                rows.run(address + c * rows.itemsize, 1)[0] = values[c].to(rows.dtype)
+
+
+def load_fp32(run: cute.Tensor) -> list:
+    """The elements of a run in fp32."""
+    count = cute.size(run)
+    if count == 2 and run.element_type is cutlass.BFloat16:
+        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of the second takes two
+        word = cute.recast_tensor(run, cutlass.Uint32)[0]
+        return [_as_fp32(word << cutlass.Uint32(16)), _as_fp32(word & cutlass.Uint32(0xFFFF0000))]
+    values = run.load().to(cutlass.Float32)
+    return [values[i] for i in range(count)]
+
+
+def _as_fp32(word) -> cutlass.Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Float32], read_only_args=[word])

@@ -1,0 +1,54 @@
+"""Fixtures and rules all tests share.
+
+Tests under ``fe_api/`` run kernels: they are marked ``gpu`` and skipped only where torch sees no CUDA device. A missing
+capability (a second GPU, memory) is skipped by the test that needs it, with the reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.gpu_record import Recorder
+
+_GPU_TESTS = Path(__file__).parent / "fe_api"
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--gpu-record", metavar="FILE", type=Path, help="write what ran, and how it went, to FILE")
+
+
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "gpu: runs a kernel; needs a CUDA device")
+    config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
+    if path := config.getoption("--gpu-record"):
+        config.pluginmanager.register(Recorder(path.resolve()), "gpu-recorder")
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items) -> None:
+    gpu_items = [item for item in items if _GPU_TESTS in item.path.parents]
+    if not gpu_items:
+        return
+    devices = _device_count()
+    for item in gpu_items:
+        item.add_marker(pytest.mark.gpu)
+        if devices == 0:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+        elif item.get_closest_marker("multi_gpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture
+def device():
+    """The current CUDA device; a pending asynchronous error surfaces in the test that caused it."""
+    import torch
+
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.synchronize()

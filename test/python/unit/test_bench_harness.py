@@ -1,0 +1,302 @@
+"""The benchmarks' pure parts: a wrong statistic, bar or schema would make every published figure wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+import types
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_csa  # noqa: E402
+import ceilings  # noqa: E402
+import harness  # noqa: E402
+import peers  # noqa: E402
+from harness import Bar, Row  # noqa: E402
+
+ROW = Row("3x8192", "fwd", 30.0, {"peer": 40.0}, floor_us=25.0, bytes=120_000_000)
+CEILINGS = {"copy_tbps": 4.28, "read_tbps": 4.2, "matmul_tflops": 770.0, "raw_launch_us": 5.1}
+FACTS = {"gpu": "NVIDIA H200", "driver": "580", "versions": {}, "date": "2026-01-01", "source_digest": "0" * 64}
+
+
+def test_round_robin_interleaves_and_rotates_the_first_place():
+    turns = list(harness.round_robin(["a", "b", "c"], 4))
+    assert turns == ["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]
+
+
+class FakeDevice:
+    """A clock that candidates advance, with events that read it, in place of a GPU."""
+
+    def __init__(self, monkeypatch):
+        import torch
+
+        self.now_us, self.log = 0.0, []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(self))
+        scrub = types.SimpleNamespace(zero_=lambda: self.run("scrub", 1000.0))
+        monkeypatch.setattr(harness, "_l2_scrubber", lambda index: scrub)
+
+    def run(self, what, us):
+        self.log.append(what)
+        self.now_us += us
+
+
+class FakeEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.device.log.append("record")
+        self.at_us = self.device.now_us
+
+    def elapsed_time(self, end):
+        return (end.at_us - self.at_us) / 1e3
+
+
+def test_measure_group_is_the_median_and_leaves_the_flush_outside_the_events(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.0)
+    device = FakeDevice(monkeypatch)
+    costs = iter((7.0, 9.0, 500.0, 10.0, 8.0, 9.0))  # the warm-up call, then five timed ones with one outlier
+    us = harness.measure_group(
+        {"steady": lambda: device.run("steady", 3.0), "noisy": lambda: device.run("noisy", next(costs))}, repeats=5
+    )
+    assert list(us) == ["steady", "noisy"]
+    assert us == pytest.approx({"steady": 3.0, "noisy": 9.0})
+    timed = device.log[2:]
+    assert timed[:4] == ["scrub", "record", "steady", "record"]
+    assert timed.count("scrub") == timed.count("record") / 2 == 10
+
+
+def test_measure_group_without_flush_does_not_scrub(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.0)
+    device = FakeDevice(monkeypatch)
+    harness.measure_group({"a": lambda: device.run("a", 1.0)}, repeats=2, flush=False)
+    assert "scrub" not in device.log
+
+
+def test_measure_host_divides_by_the_calls_and_drains_outside_the_clock(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.0)
+    now_ns = [0]
+    monkeypatch.setattr(harness.time, "perf_counter_ns", lambda: now_ns[0])
+
+    def advance(ns):
+        now_ns[0] += ns
+
+    us = harness.measure_host(
+        {"a": lambda: advance(2_000), "b": lambda: advance(5_000)},
+        batches=3,
+        calls=4,
+        synchronize=lambda: advance(10_000_000),
+    )
+    assert us == {"a": 2.0, "b": 5.0}
+
+
+def test_nothing_to_measure_is_empty():
+    assert harness.measure_group({}) == {}
+    assert harness.measure_host({}, synchronize=lambda: None) == {}
+
+
+@pytest.mark.parametrize(
+    ("bar", "value", "is_met", "verdict"),
+    [
+        (Bar("ratio", 0.75, "peer"), 0.75, True, "met 0.75x of peer (bar <= 0.75x)"),
+        (Bar("ratio", 0.7, "peer"), 0.75, False, "MISSED 0.75x of peer (bar <= 0.7x)"),
+        (Bar("ratio", 0.7, "absent"), None, None, "not measured of absent (bar <= 0.7x)"),
+        (Bar("tbps", 3.8), 4.0, True, "met 4 TB/s (bar >= 3.8 TB/s)"),
+        (Bar("tbps", 4.1), 4.0, False, "MISSED 4 TB/s (bar >= 4.1 TB/s)"),
+        (Bar("us", 30.0), 30.0, True, "met 30 us (bar <= 30 us)"),
+        (Bar("us", 29.0), 30.0, False, "MISSED 30 us (bar <= 29 us)"),
+    ],
+)
+def test_bar_says_met_missed_or_not_measured(bar, value, is_met, verdict):
+    assert bar.value(ROW) == (None if value is None else pytest.approx(value))
+    assert bar.is_met(ROW) is is_met
+    assert bar.verdict(ROW) == verdict
+
+
+def test_malformed_bars_and_rows_are_refused():
+    with pytest.raises(ValueError, match="kind"):
+        Bar("percent", 1.0)
+    with pytest.raises(ValueError, match="to"):
+        Bar("ratio", 1.0)
+    with pytest.raises(ValueError, match="to"):
+        Bar("us", 1.0, "peer")
+    with pytest.raises(ValueError, match="metric"):
+        Row("case", "speed", 1.0)
+
+
+def test_record_has_exactly_the_schema_and_survives_json(tmp_path):
+    row = Row("a", "bwd", 2.0, {"peer": 3.0}, bars=(Bar("us", 1.0),))
+    path = harness.write_report(harness.build_report(FACTS, CEILINGS, [row]), "csa", tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "csa.json"
+    record = json.loads(path.read_text())
+    assert set(record) == {"gpu", "driver", "versions", "date", "source_digest", "ceilings", "rows"}
+    assert set(record["ceilings"]) == {"copy_tbps", "read_tbps", "matmul_tflops", "raw_launch_us"}
+    assert record["rows"] == [
+        {
+            "case": "a",
+            "metric": "bwd",
+            "ours_us": 2.0,
+            "peers_us": {"peer": 3.0},
+            "floor_us": None,
+            "bytes": None,
+            "flops": None,
+        }
+    ]
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, math.nan, math.inf, None])
+def test_a_time_that_is_no_time_is_not_written(us, tmp_path):
+    for row in (Row("a", "fwd", us), Row("a", "fwd", 1.0, {"peer": us})):
+        with pytest.raises(ValueError, match=r"rows\[0\]"):
+            harness.write_report(harness.build_report(FACTS, CEILINGS, [row]), "csa", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_with_a_missing_ceiling_is_refused():
+    with pytest.raises(ValueError, match="ceilings"):
+        harness.check_report(harness.build_report(FACTS, {"copy_tbps": 4.0}, []))
+
+
+def test_table_lists_every_bar_on_a_line_of_its_own():
+    row = Row("16x8192", "fwd", 150.0, {"peer": 220.0}, 136.0, 571 * 10**6, bars=(Bar("us", 160.0), Bar("tbps", 3.9)))
+    head, first, second = harness.format_table([row]).splitlines()
+    assert head.split()[:2] == ["case", "metric"]
+    assert "peer 220" in first
+    assert "3.81" in first
+    assert first.endswith("met 150 us (bar <= 160 us)")
+    assert second.strip() == "MISSED 3.81 TB/s (bar >= 3.9 TB/s)"
+    assert second.index("MISSED") == first.index("met 150")
+    assert harness.summarize_bars([row]) == "bars: 1 met, 1 missed, 0 not measured"
+
+
+def test_red_gate_stops_the_run_and_names_the_reason():
+    harness.require_green(lambda: None)
+
+    def red():
+        raise AssertionError("out is off by 3")
+
+    with pytest.raises(harness.GateError, match="out is off by 3"):
+        harness.require_green(red)
+
+
+def test_red_gate_prints_no_speed_and_writes_no_record(monkeypatch, capsys, tmp_path):
+    def red_section(run):
+        yield ROW
+        harness.require_green(lambda: 1 / 0)
+
+    monkeypatch.setattr(harness, "environment", lambda: FACTS)
+    monkeypatch.setattr(harness, "measure_ceilings", lambda repeats: CEILINGS)
+    monkeypatch.setattr(bench_csa, "SECTIONS", (red_section,))
+    with pytest.raises(harness.GateError):
+        bench_csa.main(["--no-peer", "--out", str(tmp_path)])
+    assert "30" not in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [["--quick"], ["--cases", "fwd"], ["--no-peer"]])
+def test_partial_run_does_not_replace_the_full_record(flags, monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "full")
+    parser = harness.common_parser("")
+    harness.publish("csa", parser.parse_args(flags), CEILINGS, [ROW], FACTS)
+    assert not list(tmp_path.iterdir())
+    harness.publish("csa", parser.parse_args([*flags, "--out", str(tmp_path / "mine")]), CEILINGS, [ROW], FACTS)
+    assert (tmp_path / "mine" / "nvidia-h200" / "csa.json").exists()
+    harness.publish("csa", parser.parse_args([]), CEILINGS, [ROW], FACTS)
+    assert (tmp_path / "full" / "nvidia-h200" / "csa.json").exists()
+
+
+def test_csa_bytes_are_those_of_the_formula():
+    shape = bench_csa.Shape(3, 8192, 512, 4, 2)
+    tokens, rows, width = 24576, 6144, 1024
+    assert shape.bytes("fwd") == 2 * tokens * width * 2 + rows * 512 * 2
+    assert shape.bytes("bwd") == 4 * tokens * width * 2 + rows * 512 * 2
+
+
+def test_every_csa_bar_refers_to_something_measured():
+    for shape in bench_csa.SPEED:
+        bars = shape.fwd + shape.bwd
+        assert shape.fwd
+        assert shape.bwd
+        assert all(bar.to in ("", bench_csa.PEER) for bar in bars)
+    assert bench_csa.SHORT.num_tokens == bench_csa.LONG.num_tokens
+
+
+def test_growth_is_judged_against_the_best_smaller_pack():
+    shapes = bench_csa.GROWTH
+    per_token = dict(zip((s.name for s in shapes), (9.0, 4.0, 5.0, 4.0, 3.0), strict=True))
+    us = {shape.name: per_token[shape.name] * shape.num_tokens for shape in shapes}
+    ratios = [
+        None if reference is None else us[shape.name] / reference
+        for shape, reference in zip(shapes, bench_csa.growth_references(us), strict=True)
+    ]
+    assert ratios == [None, pytest.approx(4 / 9), pytest.approx(5 / 4), pytest.approx(1.0), pytest.approx(3 / 4)]
+
+
+def test_warm_process_with_another_result_is_red():
+    cold = {"checksum": 2.0}
+    bench_csa.check_same_results(cold, [{"checksum": 2.0}])
+    with pytest.raises(AssertionError, match="disagree"):
+        bench_csa.check_same_results(cold, [{"checksum": 2.5}])
+    with pytest.raises(AssertionError, match="disagree"):
+        bench_csa.check_same_results({"checksum": math.inf}, [])
+
+
+def test_absent_peer_is_a_reason_and_not_an_error(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.find_cudnn_compressor() == (None, "not installed")
+
+
+def test_broken_peer_is_a_reason_and_leaves_no_stub_modules(monkeypatch, tmp_path):
+    folder = tmp_path / "cudnn" / "csa" / "compressor"
+    folder.mkdir(parents=True)
+    (tmp_path / "cudnn" / "__init__.py").write_text("raise OSError('no backend library')")
+    (folder / "compressor_sm100.py").write_text("raise ImportError('no such DSL')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = types.ModuleType("cudnn.earlier")
+    monkeypatch.setitem(sys.modules, "cudnn.earlier", before)
+    peer, reason = peers.find_cudnn_compressor()
+    assert peer is None
+    assert "no such DSL" in reason
+    assert {name for name in sys.modules if name.split(".")[0] == "cudnn"} == {"cudnn.earlier"}
+    assert sys.modules["cudnn.earlier"] is before
+
+
+def test_peer_kernels_are_chosen_by_ratio_and_called_on_the_given_buffers():
+    calls = []
+    general = types.SimpleNamespace(run_fwd=lambda *a: calls.append(("fwd", a)), run_bwd=lambda *a: calls.append(a))
+    wide = types.SimpleNamespace(
+        run_fwd_r128=lambda *a: calls.append(("fwd128", a)), run_bwd_r128=lambda *a: calls.append(("bwd128", a))
+    )
+    peer = peers.CudnnCompressor(general, wide)
+    out = types.SimpleNamespace(shape=(6, 512))
+    peer.forward(1, 2, 3, 4, 5, out, ratio=4, coff=2)()
+    peer.backward(1, 2, 3, 4, 5, out, 7, 8, 9, ratio=128, coff=1)()
+    assert calls == [
+        ("fwd", (1, 2, 3, 4, 5, out, 6, 4, 512, 2)),
+        ("bwd128", (1, 2, 3, 4, 5, out, 7, 8, 9, 6, 128, 512, 1)),
+    ]
+
+
+def test_ceiling_kernels_compile_without_a_gpu():
+    assert ceilings.compile_empty("--gpu-arch=sm_90a")
+    assert ceilings.compile_read("--gpu-arch=sm_90a")
+
+
+def test_benchmarks_import_without_torch_or_cutlass():
+    code = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import bench_csa, json;"
+        "print(json.dumps(sorted({'torch', 'cutlass', 'tvm_ffi'} & set(sys.modules))))"
+    )
+    assert harness.run_fresh(code) == []
+
+
+def test_a_failing_fresh_interpreter_shows_its_error_output():
+    with pytest.raises(RuntimeError, match="no such thing"):
+        harness.run_fresh("raise ValueError('no such thing')")

@@ -1,0 +1,307 @@
+"""The commands: what they print and return, on this machine and on ones that lack something."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import types
+
+import pytest
+import torch
+
+from cuteforge.cli import csa, demo, doctor, main, timing
+from cuteforge.cli.families import FAMILIES, Case, load
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime import arch, cutlass_compat, disk_cache
+from helpers.process import run
+
+EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+NEAR = {"out": torch.tensor([1.0, 2.0])}
+FAR = {"out": torch.tensor([1.0, 2.001])}
+
+
+def case(results=NEAR, compile_for=lambda arch: None, bind=None) -> Case:
+    return Case("toy forward", 4096, lambda: EXACT, lambda: NEAR, lambda: results, bind, compile_for)
+
+
+def run_demo(monkeypatch, capsys, *cases, gpu=False):
+    """(exit status, output) of the demo with these cases."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
+    monkeypatch.setattr(demo, "_cases", lambda device: list(cases))
+    status = main(["demo"])
+    return status, capsys.readouterr().out
+
+
+def test_no_command_prints_the_help(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert "demo" in text
+    assert "doctor" in text
+
+
+def test_help_needs_no_dependency():
+    code = (
+        "import sys\nfrom cuteforge.cli import main\nmain([])\n"
+        "print([m for m in ('torch', 'rich', 'cutlass') if m in sys.modules])"
+    )
+    assert run(code).splitlines()[-1] == "[]"
+
+
+def test_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["dmeo"])
+    assert end.value.code == 2
+    assert "dmeo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_what_the_commands_ask_for(family):
+    module = load(family)
+    assert all(op.check_support() for op in module.sample_ops("cuda").values())
+    assert callable(module.demo_cases)
+
+
+def test_budget_is_twice_the_eager_error_and_an_ulp_of_the_largest():
+    eager = torch.tensor([1.0, 2.5], dtype=torch.bfloat16)
+    assert demo.budget(eager, EXACT["out"]) == 2 * (0.5 + 2 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_budget_of_zeros_and_of_nothing_is_zero():
+    assert demo.budget(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) == 0
+    assert demo.budget(torch.zeros(0), torch.zeros(0, dtype=torch.float64)) == 0
+
+
+def test_nan_in_a_result_fails_the_check():
+    (check,) = demo.check_results(case(), {"out": torch.tensor([1.0, math.nan])})
+    assert not check.ok
+
+
+def test_demo_without_a_gpu_says_so_checks_and_compiles(monkeypatch, capsys):
+    status, text = run_demo(monkeypatch, capsys, case())
+    assert status == 0
+    assert "No CUDA GPU" in text.splitlines()[0]
+    assert "all ok" in text
+    assert all(name in text for name in demo.ARCHITECTURES)
+
+
+def test_demo_fails_on_a_wrong_result(monkeypatch, capsys):
+    status, text = run_demo(monkeypatch, capsys, case(FAR))
+    assert status == 1
+    assert "FAILED" in text
+
+
+def test_demo_reports_an_architecture_that_does_not_compile_and_goes_on(monkeypatch, capsys):
+    def compile_for(name):
+        if name == "sm_89":
+            raise RuntimeError("registers [spilled]")
+
+    status, text = run_demo(monkeypatch, capsys, case(compile_for=compile_for))
+    assert status == 1
+    assert "toy forward for sm_89: RuntimeError: registers [spilled]" in text
+    (row,) = (line for line in text.splitlines() if "toy forward" in line and "sm_89" not in line and " s" in line)
+    assert row.count("FAILED") == 1
+
+
+def test_demo_on_a_gpu_shows_time_and_share_of_the_copy_ceiling(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "copy_tbps", lambda: 4.0)
+    monkeypatch.setattr(timing, "median_us", lambda launch: 2.0)
+    buffers = {"out": torch.full((2,), math.nan)}
+    launch = lambda: buffers["out"].copy_(NEAR["out"])  # noqa: E731
+    status, text = run_demo(monkeypatch, capsys, case(bind=lambda: (launch, buffers)), gpu=True)
+    assert status == 0
+    assert "Toy GPU" in text
+    # 4096 bytes in 2 us are 2.048 GB/s.
+    assert "2.0 us" in text
+    assert "0%" in text
+
+
+def test_demo_gives_no_time_for_a_wrong_result(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "copy_tbps", lambda: 4.0)
+    monkeypatch.setattr(timing, "median_us", lambda launch: pytest.fail("timed although wrong"))
+    status, text = run_demo(monkeypatch, capsys, case(bind=lambda: (lambda: None, FAR)), gpu=True)
+    assert status == 1
+    assert "FAILED" in text
+
+
+def test_demo_on_a_gpu_that_is_refused_says_why(monkeypatch, capsys):
+    def bind():
+        raise UnsupportedError("cuda:0: Toy GPU has compute capability 7.0")
+
+    monkeypatch.setattr(timing, "copy_tbps", lambda: 4.0)
+    status, text = run_demo(monkeypatch, capsys, case(bind=bind), gpu=True)
+    assert status == 1
+    assert "compute capability 7.0" in text
+
+
+def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
+    lengths = csa.SEGMENT_LENGTHS
+    for ratio, _ in csa.CONFIGS.values():
+        assert 0 in lengths
+        assert any(0 < n < ratio for n in lengths)
+        assert any(n > ratio and n % ratio for n in lengths)
+
+
+def test_csa_demo_checks_and_compiles_here(monkeypatch, tmp_path, capsys):
+    """The whole command, on a small pack and one architecture."""
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(csa, "SEGMENT_LENGTHS", (300, 0, 3, 130, 0, 256))
+    monkeypatch.setattr(csa, "HEAD_DIM", 64)
+    monkeypatch.setattr(demo, "ARCHITECTURES", ("sm_90a",))
+    status, text = main(["demo"]), capsys.readouterr().out
+    assert status == 0, text
+    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward"):
+        assert name in text
+
+
+def test_csa_demo_compiles_what_its_input_runs():
+    """The samples that are compiled without a GPU have other sizes than the input; the compile key must not see them."""
+    target = arch.resolve_arch("sm_90a", None)
+    for name, config in csa.CONFIGS.items():
+        problem = csa.Problem.draw(*config, "meta")
+        real = csa.CSACompressorForward(*problem.inputs, problem.grad_out, **problem.config)
+        sample = csa.sample_ops("cuda")[f"{name} forward"]
+        assert real._kernel_key(real.dims, target) == sample._kernel_key(sample.dims, target)
+
+
+def test_each_timed_launch_follows_a_flush(monkeypatch):
+    log, now_us = [], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_us = now_us[0]
+            log.append("record")
+
+        def elapsed_time(self, end):
+            return (end.at_us - self.at_us) / 1e3
+
+    def spend(what, us):
+        log.append(what)
+        now_us[0] += us
+
+    flush = types.SimpleNamespace(zero_=lambda: spend("flush", 100.0))
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: flush)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(L2_cache_size=1 << 20))
+    assert timing.median_us(lambda: spend("launch", 7.0)) == pytest.approx(7.0)
+    assert log == ["launch"] + ["flush", "record", "launch", "record"] * timing.REPEATS
+
+
+def doctor_text(capsys) -> str:
+    assert main(["doctor"]) == 0
+    return capsys.readouterr().out
+
+
+def test_doctor_names_every_section_and_op(capsys):
+    text = doctor_text(capsys)
+    assert all(title in text for title in doctor.SECTIONS)
+    assert all(label in text for family in FAMILIES for label in load(family).sample_ops("cuda"))
+    assert torch.__version__ in text
+
+
+def test_doctor_without_a_gpu_reports_the_refusal(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUTEFORGE_ARCH", raising=False)
+    assert doctor.gpus()["GPUs"] == "torch sees none"
+    assert doctor.ops()["CSA forward"].startswith("no: arch: no GPU here")
+    monkeypatch.setenv("CUTEFORGE_ARCH", "sm_90a")
+    assert doctor.ops()["CSA forward"].startswith("compiles for sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("capability", "variable", "status"),
+    [
+        ((9, 0), "", "runs, compiled for sm_90a"),
+        ((7, 0), "", "no: cuda:0: Toy GPU has compute capability 7.0"),
+        ((8, 0), "sm_90a", "no: CUTEFORGE_ARCH=sm_90a, which compute capability 8.0 does not run"),
+    ],
+)
+def test_doctor_says_for_each_gpu_what_runs(monkeypatch, capability, variable, status):
+    facts = dict(zip(("major", "minor"), capability), name="Toy GPU", multi_processor_count=8, L2_cache_size=1 << 20)
+    facts |= {"shared_memory_per_multiprocessor": 1 << 16, "shared_memory_per_block_optin": 1 << 16}
+    properties = types.SimpleNamespace(**facts, total_memory=1 << 30)
+    for name, value in (("is_available", True), ("device_count", 1), ("get_device_properties", properties)):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+    monkeypatch.setenv("CUTEFORGE_ARCH", variable)
+    arch._device_arch.cache_clear()
+    try:
+        assert doctor.ops()["CSA forward on cuda:0"].startswith(status)
+        assert doctor.gpus()["cuda:0"].startswith("Toy GPU, compute capability")
+    finally:
+        arch._device_arch.cache_clear()
+
+
+def test_doctor_says_why_the_cache_directory_is_not_used(monkeypatch, tmp_path, capsys):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(open_to_all))
+    rows = doctor.cache()
+    assert rows["directory"] == str(open_to_all)
+    assert rows["usable"].startswith("no: ")
+    assert "mode 777" in rows["usable"]
+    assert not logging.getLogger("cuteforge.runtime").handlers
+
+
+def test_doctor_counts_entries_and_damaged_ones(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "kernel.o"
+    file.write_bytes(b"code")
+    cache = disk_cache.DiskCache()
+    for name in ("a", "b"):
+        entry = cache.store({"name": name}, "symbol", [file])
+    (entry.path / "kernel.o").write_bytes(b"other")
+    rows = doctor.cache()
+    assert rows["usable"] == "yes"
+    assert rows["entries"].startswith("2, ")
+    assert "1 damaged" in rows["entries"]
+
+
+def test_doctor_reports_a_cache_that_is_off(monkeypatch):
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "0")
+    assert doctor.cache() == {"disk cache": "off (CUTEFORGE_DISK_CACHE=0): kernels are kept in memory only"}
+
+
+def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
+    monkeypatch.setenv("CUTEFORGE_LOG", "debug")
+    monkeypatch.setenv("CUTEFORGE_CHECK", "perhaps")
+    monkeypatch.setenv("CUTE_DSL_KEEP", "ptx")
+    rows = doctor.environment()
+    assert rows["CUTEFORGE_LOG"] == "debug"
+    assert rows["CUTEFORGE_CHECK"] == "no: CUTEFORGE_CHECK: wanted 1 or 0, got 'perhaps'"
+    assert rows["CUTE_DSL_KEEP"] == "ptx"
+
+
+def test_doctor_survives_a_machine_where_everything_is_missing(monkeypatch, capsys):
+    def missing(*args, **options):
+        raise UnsupportedError("nvidia-cutlass-dsl: not installed")
+
+    real_import = builtins.__import__
+
+    def no_torch(name, *args, **options):
+        if name.partition(".")[0] in ("torch", "rich"):
+            raise ImportError(f"No module named {name!r}")
+        return real_import(name, *args, **options)
+
+    monkeypatch.setattr(cutlass_compat, "toolchain_fingerprint", missing)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "DISTRIBUTIONS", ("no-such-package",))
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", "/proc/nowhere")
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "maybe")
+    monkeypatch.setattr(builtins, "__import__", no_torch)
+    text = doctor_text(capsys)
+    monkeypatch.undo()
+    assert "no-such-package: not installed" in text
+    assert "ImportError: No module named 'torch'" in text
+    assert "nvidia-cutlass-dsl: not installed" in text
+    assert "CUTEFORGE_DISK_CACHE: wanted 1 or 0" in text
+    assert "none of cc, gcc, clang found" in text

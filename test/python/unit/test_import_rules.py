@@ -1,0 +1,174 @@
+"""Imports run one way, and importing the package costs next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
+FAMILIES = ("attention", "rotary", "csa")
+LAYERS = ("errors", "tensor_spec", "runtime", "device", "api_base", FAMILIES, "backends", "cli", "__main__")
+RANK = {room: i for i, layer in enumerate(LAYERS) for room in ([layer] if isinstance(layer, str) else layer)}
+# The budget is 50 ms. CI runs on two shared cores, where a bare interpreter start varies by as much: it gets three times that.
+IMPORT_BUDGET_MS = 50
+CI_FACTOR = 3
+# What the package must not touch when imported.
+HEAVY = ("torch", "cutlass", "tvm_ffi", "cuda", "numpy", "rich")
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """``(line, dotted name)`` of every import, inside functions too; ``from a import b`` may name module ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".")
+                keep = len(here) - node.level + is_package
+                base = ".".join([*here[:keep], *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def room_of(dotted: str) -> str | None:
+    """Top folder or file below the package; None for another package and for the package's own `__init__`."""
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "cuteforge" and len(parts) > 1 and parts[1] in RANK else None
+
+
+def kernel_modules(trees: dict[str, ast.AST], packages: set[str]) -> set[str]:
+    """Modules that import cutlass when they are imported themselves, outside the run time's wrapper of it."""
+    found = set()
+    for module, tree in trees.items():
+        top = ast.Module(body=[n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], type_ignores=[])
+        if any(name.split(".")[0] == "cutlass" for _, name in imports(top, module, module in packages)):
+            found.add(module)
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    paths = {module_name(p, root): p for p in sorted(root.rglob("*.py"))}
+    packages = {m for m, p in paths.items() if p.name == "__init__.py"}
+    trees = {module: ast.parse(path.read_text()) for module, path in paths.items()}
+    kernels = kernel_modules(trees, packages)
+    found = []
+    for module, tree in trees.items():
+        for line, name in imports(tree, module, module in packages):
+            if reason := refusal(module, name, kernels):
+                found.append(f"{module}:{line} imports {name}: {reason}")
+    return found
+
+
+def refusal(module: str, name: str, kernels: set[str]) -> str | None:
+    """Why `module` may not import `name`, or None."""
+    room, other, top = room_of(module), room_of(name), name.split(".")[0]
+    if module == "cuteforge":
+        return "the package imports by name, lazily" if other or top in HEAVY else None
+    if top == "torch" and room in ("errors", "tensor_spec", "device"):
+        return f"{room} knows no torch"
+    if top == "cutlass" and module not in kernels and room != "runtime":
+        return "only kernel files, device/ and runtime/ use cutlass"
+    if other is None or room is None:
+        return None
+    if RANK[other] > RANK[room]:
+        return f"{other} lies above {room}"
+    if RANK[other] == RANK[room] and other != room:
+        return f"{room} and {other} are rooms of one layer"
+    is_kernel = any(k in kernels for k in (name, name.rpartition(".")[0]))
+    if is_kernel and module not in kernels:
+        return "kernel files are imported by the compile cache only, on a miss"
+    return None
+
+
+def test_no_import_runs_against_the_arrow():
+    assert PACKAGE.is_dir()
+    assert violations(PACKAGE) == []
+
+
+def test_every_room_has_a_place_in_the_arrow():
+    rooms = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("**/*.py")))}
+    assert rooms - {"__init__"} <= set(RANK)
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "why"),
+    [
+        ("errors.py", "import torch", "no torch"),
+        ("tensor_spec.py", "def f():\n    import torch", "no torch"),
+        ("runtime/env.py", "def f():\n    from cuteforge.csa import api", "lies above"),
+        ("runtime/env.py", "from ..api_base import APIBase", "lies above"),
+        ("device/copy.py", "from cuteforge.csa.api import x", "lies above"),
+        ("csa/api.py", "from cuteforge.rotary.api import x", "one layer"),
+        ("csa/api.py", "import cuteforge.backends.csa", "lies above"),
+        ("csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
+        ("csa/api.py", "def f():\n    import cutlass", "only kernel files"),
+        ("csa/api.py", "from cuteforge.device import copy", "compile cache only"),
+        ("__init__.py", "from cuteforge.errors import ContractError", "lazily"),
+    ],
+)
+def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
+    root = tmp_path / "cuteforge"
+    kernel = "import cutlass\nfrom cuteforge.device.copy import y\n"
+    files = {"csa/kernel.py": kernel, "csa/api.py": "", "device/copy.py": "import cutlass\n", path: line}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    found = violations(root)
+    assert len(found) == 1
+    assert why in found[0]
+
+
+def test_environment_variables_are_read_in_one_file():
+    readers = [
+        p for p in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(p.read_text())) if reads_own_variable(node)
+    ]
+    assert {p.relative_to(PACKAGE).as_posix() for p in readers} <= {"runtime/env.py"}
+
+
+def reads_own_variable(node: ast.AST) -> bool:
+    """``os.environ.get("CUTEFORGE_…")``, ``os.environ["CUTEFORGE_…"]``, ``os.getenv("CUTEFORGE_…")``."""
+    if not isinstance(node, ast.Call | ast.Subscript):
+        return False
+    head, arguments = (node.func, node.args) if isinstance(node, ast.Call) else (node.value, [node.slice])
+    from_environment = "environ" in ast.unparse(head) or "getenv" in ast.unparse(head)
+    return from_environment and any(
+        isinstance(a, ast.Constant) and str(a.value).startswith("CUTEFORGE_") for a in arguments
+    )
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_leaves_torch_and_cutlass_out():
+    loaded = f"[m for m in {HEAVY!r} if m in sys.modules]"
+    assert run_python(f"import sys; before = {loaded}; import cuteforge; print(set({loaded}) - set(before))") == "set()"
+
+
+def test_errors_and_specs_come_without_torch():
+    code = "import sys, cuteforge; cuteforge.ContractError; cuteforge.TensorSpec; print('torch' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+def test_import_is_fast():
+    code = "import time; t = time.perf_counter(); import cuteforge; print((time.perf_counter() - t) * 1e3)"
+    assert statistics.median(float(run_python(code)) for _ in range(5)) < IMPORT_BUDGET_MS * CI_FACTOR
+
+
+def test_names_are_listed_and_unknown_ones_refused():
+    import cuteforge
+
+    assert {"ContractError", "TensorSpec", "CSACompressorForward", "__version__"} <= set(dir(cuteforge))
+    with pytest.raises(AttributeError, match="no attribute 'CSACompresor'"):
+        _ = cuteforge.CSACompresor

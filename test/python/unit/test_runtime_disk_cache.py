@@ -1,0 +1,318 @@
+"""The cache directory: private, atomic, checked before use, and never the cause of an exception."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cuteforge.runtime import disk_cache
+from cuteforge.runtime.disk_cache import DiskCache, default_root, open_disk_cache, read_source_digest, source_digest
+
+KEY = {"builder": "module:build", "traits": "Traits(d=1)", "sources": {"cuteforge": "0" * 64}}
+OTHER = {**KEY, "traits": "Traits(d=2)"}
+
+
+@pytest.fixture(autouse=True)
+def warn_anew(monkeypatch):
+    monkeypatch.setattr(disk_cache, "_warned", set())
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = []
+    for name, content in (("kernel.so", b"shared" * 100), ("kernel.o", b"object" * 100)):
+        (tmp_path / name).write_bytes(content)
+        made.append(tmp_path / name)
+    return made
+
+
+def warnings(caplog):
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_default_root(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUTEFORGE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_root() == tmp_path / ".cache" / "cuteforge"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_root() == tmp_path / "xdg" / "cuteforge"
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "own"))
+    assert default_root() == tmp_path / "own"
+    assert DiskCache().root == tmp_path / "own"
+
+
+def test_switched_off(monkeypatch, root):
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(root))
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "0")
+    assert open_disk_cache() is None
+    assert not root.exists()
+
+
+def test_stored_entry_comes_back_and_everything_is_private(root, files):
+    cache = DiskCache(root)
+    assert cache.find(KEY) is None
+    cache.store(KEY, "entry", files)
+    found = DiskCache(root).find(KEY)
+    assert found.symbol == "entry"
+    assert list(found.files) == ["kernel.so", "kernel.o"]
+    assert (found.path / "kernel.o").read_bytes() == files[1].read_bytes()
+    assert cache.find(OTHER) is None
+    for path in (root, *root.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_parents_are_made(tmp_path, files):
+    cache = DiskCache(tmp_path / "a" / "b")
+    assert cache.store(KEY, "entry", files)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:10])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit_key(path):
+    manifest = json.loads(path.read_text())
+    manifest["key"]["traits"] = "Traits(d=3)"
+    path.write_text(json.dumps(manifest))
+
+
+DAMAGE = {
+    "object flipped": ("kernel.o", flip),
+    "object truncated": ("kernel.o", truncate),
+    "object missing": ("kernel.o", os.unlink),
+    "library flipped": ("kernel.so", flip),
+    "library writable by others": ("kernel.so", lambda path: path.chmod(0o666)),
+    "json truncated": ("entry.json", truncate),
+    "json empty": ("entry.json", lambda path: path.write_bytes(b"")),
+    "json binary": ("entry.json", lambda path: path.write_bytes(b"\xff\x00")),
+    "json of another form": ("entry.json", lambda path: path.write_text("[]")),
+    "json with a path": (
+        "entry.json",
+        lambda path: path.write_text(json.dumps({"key": KEY, "symbol": "entry", "files": {"../x.so": "0"}})),
+    ),
+    "json missing": ("entry.json", os.unlink),
+    "key of another kernel": ("entry.json", edit_key),
+    "json writable by others": ("entry.json", lambda path: path.chmod(0o602)),
+    "directory writable by others": (".", lambda path: path.chmod(0o770)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_entry_counts_as_absent_and_is_replaced(root, files, damage):
+    cache = DiskCache(root)
+    entry = cache.store(KEY, "entry", files)
+    name, spoil = DAMAGE[damage]
+    spoil(entry.path / name)
+    assert cache.find(KEY) is None
+    assert cache.verify() == [entry.path]
+    assert cache.store(KEY, "entry", files) is not None
+    assert cache.verify() == []
+    assert cache.find(KEY).intact()
+
+
+def test_a_file_in_the_place_of_an_entry_is_replaced(root, files):
+    cache = DiskCache(root)
+    entry = cache.store(KEY, "entry", files)
+    shutil.rmtree(entry.path)
+    entry.path.write_text("not a directory")
+    assert cache.find(KEY) is None
+    assert cache.store(KEY, "entry", files) is not None
+
+
+def test_a_sound_entry_is_not_replaced(root, files):
+    """Another process may be reading it."""
+    cache = DiskCache(root)
+    entry = cache.store(KEY, "entry", files)
+    inode = entry.path.stat().st_ino
+    assert cache.store(KEY, "entry", files).path.stat().st_ino == inode
+
+
+def test_nothing_is_left_aside(root, files):
+    cache = DiskCache(root)
+    entry = cache.store(KEY, "entry", files)
+    flip(entry.path / "kernel.o")
+    cache.store(KEY, "entry", files)
+    assert [path.name for path in root.iterdir()] == [entry.path.name]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_directory_that_others_can_write_is_refused_with_one_warning(root, files, caplog, mode):
+    root.mkdir()
+    root.chmod(mode)
+    for _ in range(2):
+        cache = DiskCache(root)
+        assert cache.root is None
+        assert cache.store(KEY, "entry", files) is None
+        assert cache.find(KEY) is None
+        assert (cache.ls(), cache.verify(), cache.size_bytes(), cache.clear()) == ([], [], 0, 0)
+        with cache.lock(KEY):
+            pass
+    assert len(warnings(caplog)) == 1
+    assert f"mode {mode:o}" in caplog.text
+
+
+def test_it_is_the_directory_behind_a_link_that_counts(tmp_path, root, caplog):
+    target = tmp_path / "target"
+    target.mkdir()
+    target.chmod(0o777)
+    root.symlink_to(target)
+    assert DiskCache(root).root is None
+    assert str(target) in caplog.text
+
+
+def test_directory_of_another_user_is_refused(root, caplog, monkeypatch):
+    root.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    assert DiskCache(root).root is None
+    assert len(warnings(caplog)) == 1
+
+
+def test_directory_that_cannot_be_made_warns_once(tmp_path, caplog):
+    """A file where a parent should be: permissions would not stop root."""
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert DiskCache(tmp_path / "file" / "cache").root is None
+        assert DiskCache(tmp_path / "file").root is None
+    assert len(warnings(caplog)) == 2, "one for each directory"
+
+
+def test_no_home_directory_warns(monkeypatch, caplog):
+    monkeypatch.delenv("CUTEFORGE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert DiskCache().root is None
+    assert len(warnings(caplog)) == 1
+
+
+def test_store_that_fails_warns_once_and_existing_entries_stay_usable(root, files, caplog, monkeypatch):
+    cache = DiskCache(root)
+    cache.store(KEY, "entry", files)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", str(kwargs))
+
+    monkeypatch.setattr(disk_cache.tempfile, "mkdtemp", full)
+    for _ in range(2):
+        assert cache.store(OTHER, "entry", files) is None
+    assert len(warnings(caplog)) == 1
+    assert cache.find(KEY) is not None
+
+
+def test_listing_size_and_clear(root, files):
+    cache = DiskCache(root)
+    cache.store(KEY, "entry", files)
+    cache.store(OTHER, "entry", files)
+    os.utime(cache.find(KEY).path, (10**9, 10**9))
+    assert [entry.key["traits"] for entry in cache.ls()] == ["Traits(d=2)", "Traits(d=1)"]
+    assert cache.size_bytes() == sum(entry.size_bytes for entry in cache.ls()) > 2 * 1200
+    assert cache.clear() == 2
+    assert cache.ls() == []
+    assert root.exists()
+
+
+def test_entries_used_longest_ago_are_removed_beyond_the_bound(root, files, monkeypatch):
+    cache = DiskCache(root)
+    keys = [{**KEY, "traits": str(i)} for i in range(4)]
+    for age, key in enumerate(keys[:3]):
+        path = cache.store(key, "entry", files).path
+        os.utime(path, (10**9 + age, 10**9 + age))
+    cache.find(keys[0])
+    monkeypatch.setattr(disk_cache, "MAX_BYTES", int(3.5 * cache.size_bytes() / 3))
+    cache.store(keys[3], "entry", files)
+    assert [bool(cache.find(key)) for key in keys] == [True, False, True, True]
+
+
+def test_leftovers_of_crashed_processes_are_removed_when_old(root, files):
+    cache = DiskCache(root)
+    for name, age in ((".new-old", 10**6), (".new-fresh", 0)):
+        (root / name).mkdir()
+        os.utime(root / name, (root.stat().st_mtime - age,) * 2)
+    cache.store(KEY, "entry", files)
+    assert not (root / ".new-old").exists()
+    assert (root / ".new-fresh").exists(), "its process may be writing it"
+
+
+def test_lock_excludes_a_second_holder_and_gives_up_in_time(root, monkeypatch):
+    cache = DiskCache(root)
+    with cache.lock(KEY):
+        monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.1)
+        assert cache._acquire(KEY) is None
+    handle = cache._acquire(KEY)
+    assert handle is not None
+    os.close(handle)
+
+
+def test_lock_is_released_although_a_forked_child_holds_the_file(root):
+    cache = DiskCache(root)
+    wait, wake = os.pipe()
+    with cache.lock(KEY):
+        child = os.fork()
+        if child == 0:
+            os.read(wait, 1)
+            os._exit(0)
+    handle = cache._acquire(KEY)
+    os.write(wake, b"x")
+    os.waitpid(child, 0)
+    assert handle is not None
+    for descriptor in (handle, wait, wake):
+        os.close(descriptor)
+
+
+def test_where_locks_do_not_exist_work_goes_on(root, files, monkeypatch):
+    cache = DiskCache(root)
+    monkeypatch.setattr(disk_cache, "fcntl", None)
+    with cache.lock(KEY):
+        assert cache.store(KEY, "entry", files) is not None
+
+
+def test_source_digest_sees_names_and_contents_of_python_files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "some_package"
+    (package / "sub").mkdir(parents=True)
+    seen = set()
+
+    def changed():
+        digest = read_source_digest("some_package")
+        new = digest not in seen
+        seen.add(digest)
+        return new
+
+    (package / "__init__.py").write_text("")
+    assert changed()
+    (package / "sub" / "a.py").write_text("x = 1")
+    assert changed()
+    (package / "sub" / "a.py").write_text("x = 2")
+    assert changed()
+    (package / "sub" / "a.py").rename(package / "sub" / "b.py")
+    assert changed()
+    (package / "note.txt").write_text("")
+    assert not changed()
+
+
+def test_source_digest_of_modules_and_folders_without_init(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lone_module.py").write_text("x = 1")
+    (tmp_path / "bare_folder").mkdir()
+    (tmp_path / "bare_folder" / "a.py").write_text("x = 1")
+    assert len({read_source_digest("lone_module"), read_source_digest("bare_folder"), source_digest()}) == 3
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        read_source_digest("not_there_at_all")

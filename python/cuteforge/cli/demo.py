@@ -15,7 +15,6 @@ from rich.table import Table
 from cuteforge.cli import timing
 from cuteforge.cli.console import open_console
 from cuteforge.cli.families import FAMILIES, Case, load
-from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import compile_cache
 
 # A100, L20, H200, B200.
@@ -44,17 +43,16 @@ def run() -> int:
     """Run every family on the GPU, or without one the eager code and the compiler.
 
     Returns:
-        0, or 1 when a check or a compile failed, or the GPU is refused.
+        0, or 1 when a check or a compile failed.
+
+    Raises:
+        ContractError, UnsupportedError: the GPU, or CUTEFORGE_ARCH, is refused.
     """
     started = time.perf_counter()
     console = open_console()
     on_gpu = torch.cuda.is_available()
     _describe(console, on_gpu)
-    try:
-        ok = _run_on_gpu(console) if on_gpu else _run_without_gpu(console)
-    except UnsupportedError as refusal:
-        console.print(f"not supported: {refusal}", markup=False)
-        ok = False
+    ok = _run_on_gpu(console) if on_gpu else _run_without_gpu(console)
     console.print(f"{'all ok' if ok else 'FAILED'}, {time.perf_counter() - started:.1f} s")
     return 0 if ok else 1
 

@@ -63,7 +63,10 @@ def cache() -> Rows:
     with _warnings_of("cuteforge.runtime") as warnings:
         disk = disk_cache.DiskCache()
     if disk.root is None:
-        return {"directory": _probe(lambda: str(disk_cache.default_root())), "usable": "no: " + "; ".join(warnings)}
+        return {
+            "directory": _probe(lambda: str(disk_cache.default_root())),
+            "usable": "no: " + ("; ".join(warnings) or "the reason was logged before"),
+        }
     damaged = disk.verify()
     entries = f"{len(disk.ls())}, {disk.size_bytes() / 2**20:.1f} MiB of at most {disk_cache.MAX_BYTES / 2**20:.0f}"
     return {

@@ -41,11 +41,16 @@ def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(elems))
 
 
+def evict_first_policy() -> Int64:
+    """L2 policy for data that is read once: it makes room for itself instead of pushing other data out."""
+    return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64])
+
+
 @cute.jit
-def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted):
+def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, policy):
     """Start copying a run from global to shared memory, or zero it where not `wanted`; nothing is read then.
 
-    Asynchronous where the run is at least 4 bytes: complete after the next committed group is waited for.
+    Asynchronous where the run is at least 4 bytes: complete after the next committed group is waited for. `policy` is an L2 policy or None.
     """
     size = cute.size(dst) * rows.itemsize
     if cutlass.const_expr(size < MIN_ASYNC_BYTES):
@@ -58,15 +63,13 @@ def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted):
         source_size = Int32(0)
         if wanted:
             source_size = Int32(size)
-        cute.arch.inline_ptx(
-            f"cp.async.{level}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-            read_only_args=[dst.iterator.toint(), address, source_size],
-        )
-
-
-def prefetch_l2(address) -> None:
-    """Ask for the cache line of a global address."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+        instruction = f"cp.async.{level}.shared.global"
+        args = [dst.iterator.toint(), address, source_size]
+        if cutlass.const_expr(policy is None):
+            cute.arch.inline_ptx(f"{instruction} [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=args)
+        else:
+            operands = f"[{{$r0}}], [{{$r1}}], {size}, {{$r2}}, {{$r3}};"
+            cute.arch.inline_ptx(f"{instruction}.L2::cache_hint {operands}", read_only_args=[*args, policy])
 
 
 @cute.jit

@@ -7,16 +7,19 @@ WARP = 32
 
 
 @cute.jit
-def warp_count_le(table: cute.Tensor, size: Int32, value: Int32, lane: Int32) -> Int32:
-    """How many of the first `size` entries of the ascending `table` are <= `value`; the same in all lanes.
+def warp_bracket(table: cute.Tensor, other: cute.Tensor, size: Int32, value: Int32, lane: Int32):
+    """Where `value` falls in the ascending `table` of `size` entries, and what stands there in `table` and `other`.
 
-    All 32 lanes of the warp call it together with one `value`. Each round looks at 32 entries, so a table of B entries takes
-    ceil(log32 B) dependent loads: one up to 32 segments, four for a million. A table that is not ascending gives some number in
-    [0, size], never a read outside the table.
+    Returns ``(index, table[index], table[index + 1], other[index], other[index + 1])`` where ``index`` is that of the last entry <= value,
+    -1 if there is none; what lies outside the tables is returned as 0. All 32 lanes of the warp call it together with one `value`.
+
+    Each round looks at 32 entries, so B entries take about log32 B dependent loads: one up to 30 segments, four for a million. The last
+    round reads both tables at once, which saves a memory latency (0.7 us on an H200). A table that is not ascending gives some index in
+    range, never a read outside the tables.
     """
     low = Int32(0)
     high = size
-    while high - low > WARP:
+    while high - low > WARP - 2:
         step = (high - low + (WARP - 1)) // WARP
         probe = low + lane * step
         hit = False
@@ -28,16 +31,25 @@ def warp_count_le(table: cute.Tensor, size: Int32, value: Int32, lane: Int32) ->
         else:
             low = low + (count - 1) * step + 1
             high = cutlass.min(low + step - 1, high)
-    probe = low + lane
-    hit = False
-    if probe < high:
-        hit = table[probe] <= value
-    return low + cute.arch.popc(cute.arch.vote_ballot_sync(hit))
+    base = cutlass.max(low - 1, 0)
+    probe = base + lane
+    key = Int32(0)
+    attached = Int32(0)
+    if probe < size:
+        key = table[probe]
+        attached = other[probe]
+    place = cute.arch.popc(cute.arch.vote_ballot_sync(probe < high and key <= value)) - 1
+    here, after = cutlass.max(place, 0), place + 1
+    shuffle = cute.arch.shuffle_sync
+    return base + place, shuffle(key, here), shuffle(key, after), shuffle(attached, here), shuffle(attached, after)
 
 
 @cute.jit
 def lane_count_le(table: cute.Tensor, size: Int32, value: Int32) -> Int32:
-    """As `warp_count_le`, for a thread on its own: ceil(log2 size) dependent loads, each lane may ask for another value."""
+    """How many of the first `size` entries of the ascending `table` are <= `value`, in ceil(log2 size) dependent loads.
+
+    Each lane may ask for another value. A table that is not ascending gives some number in [0, size], never a read outside it.
+    """
     low = Int32(0)
     high = size
     while low < high:

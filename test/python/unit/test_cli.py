@@ -10,11 +10,12 @@ import types
 import pytest
 import torch
 
-from cuteforge.cli import csa, demo, doctor, main, timing
+from cuteforge.__main__ import main
+from cuteforge.cli import csa, demo, doctor, timing
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache
-from helpers.process import run
+from helpers.process import run, start
 
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 NEAR = {"out": torch.tensor([1.0, 2.0])}
@@ -43,7 +44,7 @@ def test_no_command_prints_the_help(capsys):
 
 def test_help_needs_no_dependency():
     code = (
-        "import sys\nfrom cuteforge.cli import main\nmain([])\n"
+        "import sys\nfrom cuteforge.__main__ import main\nmain([])\n"
         "print([m for m in ('torch', 'rich', 'cutlass') if m in sys.modules])"
     )
     assert run(code).splitlines()[-1] == "[]"
@@ -130,9 +131,11 @@ def test_demo_on_a_gpu_that_is_refused_says_why(monkeypatch, capsys):
         raise UnsupportedError("cuda:0: Toy GPU has compute capability 7.0")
 
     monkeypatch.setattr(timing, "copy_tbps", lambda: 4.0)
-    status, text = run_demo(monkeypatch, capsys, case(bind=bind), gpu=True)
-    assert status == 1
-    assert "compute capability 7.0" in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
+    monkeypatch.setattr(demo, "_cases", lambda device: [case(bind=bind)])
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "cuteforge: cuda:0: Toy GPU has compute capability 7.0\n"
 
 
 def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
@@ -279,6 +282,14 @@ def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
     assert rows["CUTEFORGE_LOG"] == "debug"
     assert rows["CUTEFORGE_CHECK"] == "no: CUTEFORGE_CHECK: wanted 1 or 0, got 'perhaps'"
     assert rows["CUTE_DSL_KEEP"] == "ptx"
+
+
+def test_a_bad_log_level_is_named_though_the_library_does_not_import():
+    code = "import sys\nfrom cuteforge.__main__ import main\nprint(main(['doctor']), file=sys.stderr)"
+    process = start(code, CUTEFORGE_LOG="loud")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err.splitlines() == ["cuteforge: CUTEFORGE_LOG: wanted one of debug, info, warning, error, got 'loud'", "1"]
 
 
 def test_doctor_survives_a_machine_where_everything_is_missing(monkeypatch, capsys):

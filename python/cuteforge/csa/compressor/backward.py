@@ -16,7 +16,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.fake_operands import backward_operands
 from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
-from cuteforge.csa.compressor.window import NO_ROW, WindowStream, row_plan
+from cuteforge.csa.compressor.window import NO_ROW, WindowStream, launch_shape, row_plan
 from cuteforge.csa.compressor.zero_fill import ZeroFill
 from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
@@ -49,11 +49,11 @@ class Backward:
         stream: cuda.CUstream,
     ):
         """Partial sums of the gradient of ape in the workspace, then their sum in a fixed order."""
-        num_groups, rows_per_lane = self._plan(mKV, mGradOut, max_ctas)
+        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
         shape = (self.traits.problem.head_dim, self.traits.problem.window, num_groups)
         mSums = cute.make_tensor(cute.recast_ptr(mWorkspace.iterator, dtype=Float32), cute.make_layout(shape))
         operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
-        self._launch(operands, mSums, num_groups, rows_per_lane, stream)
+        self._launch(operands, mSums, num_groups, run_log2, stream)
         ApeReduction(self.traits).launch(mSums, self._by_window_entry(mGradApe, 1), num_groups, stream)
 
     @cute.jit
@@ -72,21 +72,20 @@ class Backward:
         stream: cuda.CUstream,
     ):
         """All CTAs add to the gradient of ape, which is zeroed first."""
-        num_groups, rows_per_lane = self._plan(mKV, mGradOut, max_ctas)
+        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
         mSums = self._by_window_entry(mGradApe, num_groups)
         ApeReduction(self.traits).launch(mSums, mSums, Int32(0), stream)
         operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
-        self._launch(operands, mSums, num_groups, rows_per_lane, stream)
+        self._launch(operands, mSums, num_groups, run_log2, stream)
 
     def _plan(self, mKV, mGradOut, max_ctas):
-        """(groups of CTAs, rows of a lane). Zero filling is shared out with the rows, so tokens without rows count as rows as well."""
+        """As `row_plan`. Zero filling is shared out with the rows, so tokens without rows count as rows as well."""
         ratio = self.traits.problem.ratio
         rows = cutlass.max(mGradOut.shape[0], (mKV.shape[0] + ratio - 1) // ratio)
-        grid, rows_per_lane = row_plan(self.traits, rows, max_ctas)
-        return grid // self.traits.chunk_groups, rows_per_lane
+        return row_plan(self.traits, rows, max_ctas)
 
     def _by_window_entry(self, mGradApe, num_groups):
-        """The gradient of ape as (column, window entry, group): the layout of the partial sums, the groups on top of each other."""
+        """The gradient of ape as (column, window entry, window.group): the layout of the partial sums, the groups on top of each other."""
         problem = self.traits.problem
         shape = (problem.head_dim, (problem.ratio, problem.coff), num_groups)
         return cute.make_tensor(
@@ -94,12 +93,13 @@ class Backward:
         )
 
     @cute.jit
-    def _launch(self, operands, mSums, num_groups: Int32, rows_per_lane: Int32, stream: cuda.CUstream):
+    def _launch(self, operands, mSums, num_groups: Int32, run_log2: Int32, stream: cuda.CUstream):
         if num_groups > 0:
-            self.kernel(*operands, mSums, rows_per_lane).launch(
-                grid=(num_groups * self.traits.chunk_groups, 1, 1), block=(WARP * self.traits.tile.num_warps, 1, 1), stream=stream,
+            self.kernel(*operands, mSums, run_log2).launch(
+                **launch_shape(self.traits, num_groups),
+                stream=stream,
                 use_pdl=self.traits.dependent_launch and not self.traits.deterministic,
-            )  # fmt: skip
+            )
 
     @cute.kernel
     def kernel(
@@ -113,38 +113,31 @@ class Backward:
         mGradKV: cute.Tensor,
         mGradScore: cute.Tensor,
         mSums: cute.Tensor,
-        rows_per_lane: Int32,
+        run_log2: Int32,
     ):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
         smem = cutlass.memory.SmemAllocator()
         tile = self.traits.tile
-        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, mGradOut, bidx, tidx)
+        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, mGradOut, mGradOut.shape[0], run_log2)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
-        row_begin = window.row_lane * rows_per_lane
-        row_end = cutlass.min(row_begin + rows_per_lane, mGradOut.shape[0])
-        window.prefetch(row_begin)
-        rApe = window.load_ape(mApe)
-        state = window.start(row_begin, row_end)
         outputs = (Rows(mGradKV), Rows(mGradScore))
-        fill = ZeroFill(self.traits.problem, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], outputs)
-        fill.run(bidx * tile.num_warps + window.warp, gdim * tile.num_warps, window.lane)
+        rApe = window.load_ape(mApe)
+        state = window.start()
+        ZeroFill(self.traits.problem, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], outputs).run(*window.grid_warp())
         rSum = cute.make_rmem_tensor((tile.cols_per_lane, self.traits.slots), Float32)
         rSum.fill(0.0)
         stage = Int32(0)
-        for row in cutlass.range(row_begin, row_end, unroll=1):
-            state = window.advance(row, row_end, stage, state)
-            gradients = self._gradients(window, exchange, rApe, stage, row - row_begin)
+        for step in cutlass.range(window.count, unroll=1):
+            state = window.advance(step, stage, state)
+            gradients = self._gradients(window, exchange, rApe, stage, step)
             self._store(window, outputs, rSum, window.sCode[stage], gradients)
             stage = window.next_stage(stage)
         if cutlass.const_expr(self.traits.warps_along_rows > 1):
             self._join_warps(window, rSum)
         if cutlass.const_expr(self.traits.dependent_launch and not self.traits.deterministic):
             cute.arch.griddepcontrol_wait()
-        self._add_up(window, mSums, rSum, bidx // self.traits.chunk_groups)
+        self._add_up(window, mSums, rSum)
 
     def _gradients(self, window, exchange, rApe, stage, step):
         """(gradients of the values, gradients of the scores) by window entry, for each of the lane's columns."""
@@ -251,7 +244,7 @@ class Backward:
         return (1, cols * lanes, cols, cols * lanes * slots, cols * lanes * slots * along_cols)
 
     @cute.jit
-    def _add_up(self, window, mSums, rSum, group: Int32):
+    def _add_up(self, window, mSums, rSum):
         """Hand this CTA's sums on: one writer for each (column, window entry)."""
         problem = self.traits.problem
         writer = Int32(0)
@@ -265,14 +258,14 @@ class Backward:
                     wanted = wanted and entry < problem.window
                 if wanted:
                     if cutlass.const_expr(self.traits.deterministic):
-                        mSums[window.col + c, entry, group] = rSum[c, slot]
+                        mSums[window.col + c, entry, window.group] = rSum[c, slot]
                     else:
-                        target = mSums.iterator + cute.crd2idx((window.col + c, entry, group), mSums.layout)
+                        target = mSums.iterator + cute.crd2idx((window.col + c, entry, window.group), mSums.layout)
                         cute.arch.atomic_add(target.llvm_ptr, rSum[c, slot], sem="relaxed", scope="gpu")
 
 
 class ApeReduction:
-    """Sum over the first groups of a (column, window entry, group) tensor in a fixed order; no groups gives 0."""
+    """Sum over the first groups of a (column, window entry, window.group) tensor in a fixed order; no groups gives 0."""
 
     LANES = 16  # threads that share the groups of one column
 
@@ -283,9 +276,10 @@ class ApeReduction:
     def launch(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32, stream: cuda.CUstream):
         problem = self.traits.problem
         self.kernel(mSums, mGradApe, num_groups).launch(
-            grid=(-(-problem.head_dim // WARP), problem.window, 1), block=(WARP, self.LANES, 1), stream=stream,
+            grid=(-(-problem.head_dim // WARP), problem.window, 1), block=(WARP, self.LANES, 1),
+            stream=stream,
             use_pdl=self.traits.dependent_launch and self.traits.deterministic,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32):

@@ -82,6 +82,16 @@ class Traits:
         return max(self.chunk_cols // self.problem.vector_elems, 1)
 
     @property
+    def runs_per_window(self) -> int:
+        """Copies of the widest access that make up a warp's part of a window, of values or scores."""
+        return self.slots * self.runs_per_entry
+
+    @property
+    def copy_rounds(self) -> int:
+        """Rounds in which the lanes of a warp make those copies."""
+        return -(-self.runs_per_window // WARP)
+
+    @property
     def num_chunks(self) -> int:
         """Column chunks of a row."""
         return -(-self.problem.head_dim // self.chunk_cols)

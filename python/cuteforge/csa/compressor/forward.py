@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.fake_operands import forward_operands
 from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
-from cuteforge.csa.compressor.window import WindowStream, row_plan
+from cuteforge.csa.compressor.window import WindowStream, launch_shape, row_plan
 from cuteforge.device.copy import Rows
 from cuteforge.device.segments import WARP
 from cuteforge.runtime.compile_cache import Build
@@ -37,10 +37,8 @@ class Forward:
         stream: cuda.CUstream,
     ):
         if mOut.shape[0] > 0:
-            grid, rows_per_lane = row_plan(self.traits, mOut.shape[0], max_ctas)
-            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, rows_per_lane).launch(
-                grid=(grid, 1, 1), block=(WARP * self.traits.tile.num_warps, 1, 1), stream=stream
-            )
+            groups, run_log2 = row_plan(self.traits, mOut.shape[0], max_ctas)
+            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, run_log2).launch(**launch_shape(self.traits, groups), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -51,40 +49,35 @@ class Forward:
         mCu: cute.Tensor,
         mCuComp: cute.Tensor,
         mOut: cute.Tensor,
-        rows_per_lane: Int32,
+        run_log2: Int32,
     ):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         split_window = self.traits.tile.split_window
-        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, None, bidx, tidx)
+        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, None, mOut.shape[0], run_log2)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
         out = Rows(mOut)
-        row_begin = window.row_lane * rows_per_lane
-        row_end = cutlass.min(row_begin + rows_per_lane, mOut.shape[0])
-        window.prefetch(row_begin)
         rApe = window.load_ape(mApe)
-        state = window.start(row_begin, row_end)
+        state = window.start()
         stage = Int32(0)
-        for row in cutlass.range(row_begin, row_end, unroll=1):
-            state = window.advance(row, row_end, stage, state)
+        for step in cutlass.range(window.count, unroll=1):
+            state = window.advance(step, stage, state)
             parts = pool_part(window, rApe, stage, self.arithmetic, empty_is_nan=not split_window)
             if cutlass.const_expr(split_window):
-                self._join_and_store(window, exchange, parts, out, row, row - row_begin)
+                self._join_and_store(window, exchange, parts, out, step)
             else:
-                window.store(out, row, 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts])
+                window.store(out, window.row(step), 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts])
             stage = window.next_stage(stage)
 
-    def _join_and_store(self, window, exchange, parts, out, row, step):
+    def _join_and_store(self, window, exchange, parts, out, step):
         exchange.publish(window, parts, step, self.arithmetic)
-        self._store_in_turn(window, exchange, out, row, step)
+        self._store_in_turn(window, exchange, out, step)
 
     @cute.jit
-    def _store_in_turn(self, window, exchange, out, row: Int32, step: Int32):
+    def _store_in_turn(self, window, exchange, out, step: Int32):
         """The warps take turns at joining the parts of a row."""
         if window.warp == step % self.traits.tile.num_warps:
             cols = range(self.traits.tile.cols_per_lane)
-            window.store(out, row, 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols])
+            window.store(out, window.row(step), 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols])
 
 
 def build(traits: Traits) -> Build:

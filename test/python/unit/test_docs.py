@@ -1,0 +1,109 @@
+"""The docs hold: their code runs, their links resolve, and their tables say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from cuteforge.runtime import env
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")])
+WITH_CODE = [p for p in PAGES if "```python" in p.read_text() and "dev" not in p.parts]
+# A block without a marker needs a GPU.
+BLOCK = re.compile(r"(?:<!-- runs: (?P<where>\w+) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ENVIRONMENT = re.compile(r"<!-- environment: begin -->\n(.*?)<!-- environment: end -->", re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+each_page_with_code = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.relative_to(ROOT).as_posix())
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """``(where it runs, code)``, the code on the lines it has in the page."""
+    text = page.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        lines_before = text.count("\n", 0, match.start("code"))
+        found.append((match["where"] or "gpu", "\n" * lines_before + match["code"]))
+    return found
+
+
+def run_blocks(page: Path, places: tuple[str, ...], monkeypatch, tmp_path) -> None:
+    """Run the blocks of a page in order, in one namespace, with a cache of their own."""
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    namespace = {"__name__": "__docs__"}
+    for where, code in blocks(page):
+        if where in places:
+            exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_pages_with_code_are_found():
+    names = {p.relative_to(ROOT).as_posix() for p in WITH_CODE}
+    assert {"README.md", "docs/quickstart.md", "docs/api/csa.md"} <= names
+
+
+@each_page_with_code
+def test_every_block_is_found_and_says_where_it_runs(page):
+    assert len(blocks(page)) == page.read_text().count("```python")
+    assert {where for where, _ in blocks(page)} <= {"cpu", "gpu"}
+
+
+@each_page_with_code
+def test_code_runs_without_a_gpu_where_it_says_so(page, monkeypatch, tmp_path):
+    run_blocks(page, ("cpu",), monkeypatch, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@each_page_with_code
+def test_code_runs_on_a_gpu(page, monkeypatch, tmp_path):
+    run_blocks(page, ("cpu", "gpu"), monkeypatch, tmp_path)
+    torch.cuda.synchronize()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_relative_link_resolves(page):
+    broken = []
+    for target in LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@each_page
+def test_every_path_of_the_sources_in_the_docs_exists(page):
+    """`runtime/env.py`, `csa/compressor/api.py:CSACompressorForward`: files and the names in them."""
+    wrong = []
+    for path, name in re.findall(r"`([\w/]+/\w+\.py)(?::([\w.]+))?", page.read_text()):
+        candidates = [base / path for base in (ROOT, ROOT / "python" / "cuteforge", ROOT / "python", page.parent)]
+        file = next((c for c in candidates if c.exists()), None)
+        if file is None or (name and any(part not in file.read_text() for part in name.split("."))):
+            wrong.append(f"{path}:{name}" if name else path)
+    assert wrong == []
+
+
+def environment_table() -> str:
+    rows = [("variable", "default", "meaning"), ("---", "---", "---")]
+    for variable in env.VARIABLES:
+        default = {None: "unset", True: "1", False: "0"}.get(variable.default, str(variable.default))
+        rows.append((f"`{variable.name}`", default, variable.meaning))
+    return "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"
+
+
+def test_environment_table_is_the_one_of_the_code():
+    (table,) = ENVIRONMENT.findall((ROOT / "docs" / "api" / "csa.md").read_text())
+    assert table == environment_table()

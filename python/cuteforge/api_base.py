@@ -92,6 +92,9 @@ class APIBase:
     def _check_relations(self, dims: Dims) -> None:
         """Raise ContractError or UnsupportedError for what the signature cannot say."""
 
+    def _check_arch(self, dims: Dims, arch: Arch) -> None:
+        """Raise UnsupportedError for what a GPU with the facts `arch` does not serve."""
+
     def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
         """The binary that serves `dims` on `arch`."""
         raise NotImplementedError
@@ -127,7 +130,7 @@ class APIBase:
         self._check_relations(dims)
         index = self._sample_device()
         if index is not None and index < torch.cuda.device_count():
-            resolve_arch(None, index)
+            self._check_arch(dims, resolve_arch(None, index))
         self._dims = dims
         return True
 
@@ -223,8 +226,6 @@ class APIBase:
         if self._is_empty(operands):
             return self.check_call(operands)
         self._check_on_request(operands)
-        if is_capturing():
-            compiled.kernel.pin()
         handle = raw_stream(device) if stream is None else stream_handle(stream, device)
         try:
             launch(compiled.kernel, operands, scalars, handle)

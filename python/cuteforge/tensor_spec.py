@@ -120,6 +120,7 @@ class Operand:
         dtypes: accepted names, or ``("=kv",)``: the dtype of operand ``kv``.
         align_bytes: required of the base pointer and of every pitch but the last dim's: bytes, or a function of the
             solved dims, which then also hold ``itemsize``, the operand's bytes an element.
+        max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
         role: ``"out"`` is written: it may overlap neither itself nor another operand.
 
     The last dim must be contiguous: stride 1, or at most one element long.
@@ -130,6 +131,7 @@ class Operand:
     dtypes: tuple[str, ...]
     align_bytes: int | Callable[[Mapping[str, int]], int] = 1
     role: Literal["in", "out"] = "in"
+    max_pitch_bytes: int | None = None
     terms: tuple[_Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +167,9 @@ class Operand:
             if extent > 1 and stride * spec.itemsize % align:
                 got = f"stride {stride} ({stride * spec.itemsize} bytes)"
                 raise ContractError(f"{self.name}: wanted every row aligned to {align} bytes, got {got}")
+            if extent > 1 and self.max_pitch_bytes and stride * spec.itemsize > self.max_pitch_bytes:
+                got = f"stride {stride} ({stride * spec.itemsize} bytes)"
+                raise ContractError(f"{self.name}: wanted rows at most {self.max_pitch_bytes} bytes apart, got {got}")
         self.check_no_self_overlap(spec.shape, spec.stride)
 
     def check_no_self_overlap(self, shape: Sequence[int], stride: Sequence[int]) -> None:

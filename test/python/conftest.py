@@ -22,7 +22,8 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "gpu: runs a kernel; needs a CUDA device")
     config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
-    if path := config.getoption("--gpu-record"):
+    # under pytest-xdist the workers' results arrive at the controller
+    if (path := config.getoption("--gpu-record")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(path.resolve()), "gpu-recorder")
 
 

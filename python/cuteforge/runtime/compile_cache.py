@@ -97,9 +97,6 @@ class Kernel:
     entry: Callable[..., None]
     origin: Literal["memory", "disk", "compiled"]
 
-    def pin(self) -> None:
-        """Promise that a CUDA graph may launch it until the process ends. Holds for every kernel: none is unloaded."""
-
 
 @dataclass(frozen=True)
 class CacheStats:

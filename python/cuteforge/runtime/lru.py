@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -11,11 +12,16 @@ V = TypeVar("V")
 
 
 class LRU(Generic[V]):
-    """Holds at most ``bound()`` values; the bound is read at each insertion."""
+    """Holds at most ``bound()`` values; the bound is read at each insertion. Made once a module, for the life of the process."""
 
     def __init__(self, bound: Callable[[], int]) -> None:
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._bound = bound
+        self._renew_lock()
+        # A child of a fork must not wait for a lock that another thread held in the parent.
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> V | None:

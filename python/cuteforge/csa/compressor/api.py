@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase
-from cuteforge.csa.compressor.config import MAX_RATIO, Problem, Traits, max_ctas, select_tile, workspace_bytes
+from cuteforge.csa.compressor.config import MAX_RATIO, Problem, Traits, max_ctas, select_traits, workspace_bytes
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -22,20 +22,25 @@ def _run_bytes(dims: Dims) -> int:
     return min(16, (dims["d"] * dims["itemsize"]) & -(dims["d"] * dims["itemsize"]))
 
 
+def _rows(name: str, dims: str, dtypes: tuple[str, ...], role: str = "in") -> Operand:
+    """A matrix that the kernels read or write in runs; they step over its rows with a 32-bit pitch."""
+    return Operand(name, dims, dtypes, align_bytes=_run_bytes, role=role, max_pitch_bytes=2**31 - 1)
+
+
 _INPUTS = (
-    Operand("kv", "T coff*d", FLOATS, align_bytes=_run_bytes),
-    Operand("score", "T coff*d", ("=kv",), align_bytes=_run_bytes),
+    _rows("kv", "T coff*d", FLOATS),
+    _rows("score", "T coff*d", ("=kv",)),
     Operand("ape", "ratio coff*d", ("float32",), align_bytes=4),
     Operand("cu_seqlens", "B+1", ("int32",), align_bytes=4),
     Operand("cu_seqlens_comp", "B+1", ("int32",), align_bytes=4),
 )
-FORWARD = Signature(*_INPUTS, Operand("out", "N d", ("=kv",), align_bytes=_run_bytes, role="out"))
 _GRADIENTS = (
-    Operand("grad_out", "N d", ("=kv",), align_bytes=_run_bytes),
-    Operand("grad_kv", "T coff*d", ("=kv",), align_bytes=_run_bytes, role="out"),
-    Operand("grad_score", "T coff*d", ("=kv",), align_bytes=_run_bytes, role="out"),
+    _rows("grad_out", "N d", ("=kv",)),
+    _rows("grad_kv", "T coff*d", ("=kv",), role="out"),
+    _rows("grad_score", "T coff*d", ("=kv",), role="out"),
     Operand("grad_ape", "ratio coff*d", ("float32",), align_bytes=4, role="out"),
 )
+FORWARD = Signature(*_INPUTS, _rows("out", "N d", ("=kv",), role="out"))
 BACKWARD_ATOMIC = Signature(*_INPUTS, *_GRADIENTS)
 BACKWARD = Signature(*_INPUTS, *_GRADIENTS, Operand("workspace", "W", ("uint8",), align_bytes=16, role="out"))
 
@@ -72,12 +77,12 @@ class _Compressor(APIBase):
         if dims["N"] > 0 and dims["T"] < self.ratio:
             raise ContractError(_too_few_tokens(dims["N"], dims["T"], self.ratio))
 
-    def _problem(self, dims: Dims) -> Problem:
-        return Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff)
-
     def _traits(self, dims: Dims, arch: Arch) -> Traits:
-        problem = self._problem(dims)
-        return Traits(problem, select_tile(problem, self._BACKWARD, arch), self._BACKWARD, self.deterministic)
+        problem = Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff)
+        return select_traits(problem, arch, self._BACKWARD, self.deterministic)
+
+    def _check_arch(self, dims: Dims, arch: Arch) -> None:
+        self._traits(dims, arch)
 
     def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
         return KernelKey(self._BUILDER, self._traits(dims, arch), arch.name)

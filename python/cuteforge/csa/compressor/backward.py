@@ -13,14 +13,14 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream
 
+from cuteforge.csa.compressor.ape_gradient import ApeReduction, ApeSums
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.fake_operands import backward_operands
-from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
+from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
 from cuteforge.csa.compressor.window import NO_ROW, WindowStream, launch_shape, row_plan
 from cuteforge.csa.compressor.zero_fill import ZeroFill
 from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
-from cuteforge.device.segments import WARP
 from cuteforge.runtime.compile_cache import Build
 
 
@@ -122,56 +122,67 @@ class Backward:
         window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, mGradOut, mGradOut.shape[0], run_log2)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
         outputs = (Rows(mGradKV), Rows(mGradScore))
-        rApe = window.load_ape(mApe)
+        ape = window.load_ape(mApe)
         state = window.start()
         ZeroFill(self.traits.problem, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], outputs).run(*window.grid_warp())
-        rSum = cute.make_rmem_tensor((tile.cols_per_lane, self.traits.slots), Float32)
-        rSum.fill(0.0)
+        sums = ApeSums(window, mSums)
         stage = Int32(0)
         for step in cutlass.range(window.count, unroll=1):
             state = window.advance(step, stage, state)
-            gradients = self._gradients(window, exchange, rApe, stage, step)
-            self._store(window, outputs, rSum, window.sCode[stage], gradients)
+            gradients = self._gradients(window, exchange, ape, stage, step)
+            self._store(window, outputs, sums, window.sCode[stage], gradients)
             stage = window.next_stage(stage)
-        if cutlass.const_expr(self.traits.warps_along_rows > 1):
-            self._join_warps(window, rSum)
-        if cutlass.const_expr(self.traits.dependent_launch and not self.traits.deterministic):
-            cute.arch.griddepcontrol_wait()
-        self._add_up(window, mSums, rSum)
+        sums.hand_on()
 
-    def _gradients(self, window, exchange, rApe, stage, step):
-        """(gradients of the values, gradients of the scores) by window entry, for each of the lane's columns."""
-        split_window = self.traits.tile.split_window
+    def _gradients(self, window, exchange, ape, stage, step):
+        """A function from window entry to (gradients of the values, gradients of the scores), one of each for each of the lane's columns."""
         grad_out = window.read_grad_out(stage)
-        parts = pool_part(window, rApe, stage, self.arithmetic, empty_is_nan=not split_window)
+        split_window = self.traits.tile.split_window
+        parts = pool_part(window, ape, stage, self.arithmetic, empty_is_nan=not split_window)
         if not split_window:
-            return [self._eager_gradients(g, part) for g, part in zip(grad_out, parts)]
+            columns = [self._eager_gradients(g, part) for g, part in zip(grad_out, parts)]
+            return lambda slot: ([values[slot] for values, _ in columns], [scores[slot] for _, scores in columns])
         exchange.publish(window, parts, step, self.arithmetic)
-        # read again: kept over the barrier, the values would cost a register for each window entry
-        values = [window.read_values(stage, k) for k in range(self.traits.slots)]
-        return [
-            self._split_gradients(
-                g, part, [value[c] for value in values], *exchange.join(window, c, step, self.arithmetic)
-            )
-            for c, (g, part) in enumerate(zip(grad_out, parts))
-        ]
+        wholes = [exchange.join(window, c, step, self.arithmetic) for c in range(self.traits.tile.cols_per_lane)]
+        weigh = (
+            self._kept_weights(parts, wholes)
+            if self.traits.tile.resident
+            else self._new_weights(window, ape, stage, wholes)
+        )
+        return lambda slot: self._split_gradients(grad_out, window.read_values(stage, slot), weigh(slot), wholes)
 
     def _eager_gradients(self, g, part):
-        """In the order and rounding of the eager softmax backward."""
+        """One column, in the order and rounding of the eager softmax backward."""
         weights = self._divide(part)
         terms = [mul_rn(mul_rn(g, value), weight) for value, weight in zip(part.values, weights)]
-        total = sum_rn(terms)
+        negated = -sum_rn(terms)
         return [mul_rn(g, weight) for weight in weights], [
-            fma_rn(weight, -total, term) for weight, term in zip(weights, terms)
+            fma_rn(weight, negated, term) for weight, term in zip(weights, terms)
         ]
 
-    def _split_gradients(self, g, part, values, largest, inverse, mean):
-        """From the joined window: sum of dp * p is g * mean."""
-        factor = self.arithmetic.exp(part.max - largest) * inverse
-        weights = [weight * factor for weight in part.weights]
-        total = g * mean
-        return [g * weight for weight in weights], [
-            weight * (g * value - total) for weight, value in zip(weights, values)
+    def _split_gradients(self, grad_out, values, weights, wholes):
+        """One window entry, given its share of the joined window: the sum of dp * p is g * mean.
+
+        The values were read again: kept over the barrier of the exchange, they would cost a register for each entry.
+        """
+        value_gradients = [g * weight for g, weight in zip(grad_out, weights)]
+        score_gradients = [
+            weight * (g * value - g * mean) for g, weight, value, (_, _, mean) in zip(grad_out, weights, values, wholes)
+        ]
+        return value_gradients, score_gradients
+
+    def _kept_weights(self, parts, wholes):
+        """A function from window entry to its shares of the joined window, from the weights within the part."""
+        factors = [
+            self.arithmetic.exp(part.max - largest) * inverse for part, (largest, inverse, _) in zip(parts, wholes)
+        ]
+        return lambda slot: [part.weights[slot] * factor for part, factor in zip(parts, factors)]
+
+    def _new_weights(self, window, ape, stage, wholes):
+        """The same from the scores, for windows whose weights are too many to keep."""
+        return lambda slot: [
+            self.arithmetic.weight(z - largest) * inverse
+            for z, (largest, inverse, _) in zip(logits(window, ape, stage, slot), wholes)
         ]
 
     @cute.jit
@@ -192,115 +203,29 @@ class Backward:
         return [rWeight[k] for k in range(count)]
 
     @cute.jit
-    def _store(self, window, outputs, rSum, code: Int32, gradients):
+    def _store(self, window, outputs, sums, code: Int32, gradients):
         """Store the gradients of one row's window, and add those of the scores up for ape."""
         if code != NO_ROW:
             token = window.first_token(code)
             for slot in cutlass.range_constexpr(self.traits.slots):
                 valid = window.is_valid(slot, code < 0)
                 if cutlass.const_expr(valid is None):
-                    self._store_entry(window, outputs, rSum, token, slot, gradients)
+                    self._store_entry(window, outputs, sums, token, slot, gradients)
                 else:
-                    self._store_entry_if(valid, window, outputs, rSum, token, slot, gradients)
+                    self._store_entry_if(valid, window, outputs, sums, token, slot, gradients)
 
     @cute.jit
-    def _store_entry_if(self, valid, window, outputs, rSum, token, slot, gradients):
+    def _store_entry_if(self, valid, window, outputs, sums, token, slot, gradients):
         if valid:
-            self._store_entry(window, outputs, rSum, token, slot, gradients)
+            self._store_entry(window, outputs, sums, token, slot, gradients)
 
-    def _store_entry(self, window, outputs, rSum, token, slot, gradients):
-        row = token + window.entry(slot)
-        _, half_col = window.ape_position(slot)
-        window.store(outputs[0], row, half_col, [values[slot] for values, _ in gradients])
-        window.store(outputs[1], row, half_col, [scores[slot] for _, scores in gradients])
-        for c, (_, scores) in enumerate(gradients):
-            rSum[c, slot] = rSum[c, slot] + scores[slot]
-
-    @cute.jit
-    def _join_warps(self, window, rSum):
-        """Add the sums of the warps that share columns into the first of them, in warp order, through the rings (no copy is in flight)."""
-        traits = self.traits
-        cols = traits.tile.cols_per_lane
-        shape = (cols, traits.slots, WARP, traits.warps_along_cols, traits.warps_along_rows)
-        sSum = cute.make_tensor(
-            cute.recast_ptr(window.sRings, dtype=Float32), cute.make_layout(shape, stride=self._sum_strides(shape))
-        )
-        along_cols, along_rows = window.warp % traits.warps_along_cols, window.warp // traits.warps_along_cols
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        for slot in cutlass.range_constexpr(traits.slots):
-            for c in cutlass.range_constexpr(cols):
-                sSum[c, slot, window.lane, along_cols, along_rows] = rSum[c, slot]
-        cute.arch.sync_threads()
-        for slot in cutlass.range_constexpr(traits.slots):
-            for c in cutlass.range_constexpr(cols):
-                total = sSum[c, slot, window.lane, along_cols, 0]
-                for other in cutlass.range_constexpr(1, traits.warps_along_rows):
-                    total = total + sSum[c, slot, window.lane, along_cols, other]
-                rSum[c, slot] = total
-
-    def _sum_strides(self, shape):
-        cols, slots, lanes, along_cols, _ = shape
-        return (1, cols * lanes, cols, cols * lanes * slots, cols * lanes * slots * along_cols)
-
-    @cute.jit
-    def _add_up(self, window, mSums, rSum):
-        """Hand this CTA's sums on: one writer for each (column, window entry)."""
-        problem = self.traits.problem
-        writer = Int32(0)
-        if cutlass.const_expr(not self.traits.tile.split_window):
-            writer = window.warp // self.traits.warps_along_cols
-        for slot in cutlass.range_constexpr(self.traits.slots):
-            entry = window.entry(slot)
-            for c in cutlass.range_constexpr(self.traits.tile.cols_per_lane):
-                wanted = window.col + c < problem.head_dim and writer == slot % self.traits.warps_along_rows
-                if cutlass.const_expr(self.traits.has_spare_slots):
-                    wanted = wanted and entry < problem.window
-                if wanted:
-                    if cutlass.const_expr(self.traits.deterministic):
-                        mSums[window.col + c, entry, window.group] = rSum[c, slot]
-                    else:
-                        target = mSums.iterator + cute.crd2idx((window.col + c, entry, window.group), mSums.layout)
-                        cute.arch.atomic_add(target.llvm_ptr, rSum[c, slot], sem="relaxed", scope="gpu")
-
-
-class ApeReduction:
-    """Sum over the first groups of a (column, window entry, window.group) tensor in a fixed order; no groups gives 0."""
-
-    LANES = 16  # threads that share the groups of one column
-
-    def __init__(self, traits: Traits):
-        self.traits = traits
-
-    @cute.jit
-    def launch(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32, stream: cuda.CUstream):
-        problem = self.traits.problem
-        self.kernel(mSums, mGradApe, num_groups).launch(
-            grid=(-(-problem.head_dim // WARP), problem.window, 1), block=(WARP, self.LANES, 1),
-            stream=stream,
-            use_pdl=self.traits.dependent_launch and self.traits.deterministic,
-        )
-
-    @cute.kernel
-    def kernel(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32):
-        if cutlass.const_expr(self.traits.dependent_launch):
-            # whichever of the two kernels comes second is the one that waits
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        x, y, _ = cute.arch.thread_idx()
-        chunk, entry, _ = cute.arch.block_idx()
-        col = chunk * WARP + x
-        sSum = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, self.LANES)))
-        total = Float32(0.0)
-        if col < self.traits.problem.head_dim:
-            for group in cutlass.range(y, num_groups, self.LANES, unroll=8):
-                total = total + mSums[col, entry, group]
-        sSum[x, y] = total
-        cute.arch.sync_threads()
-        if y == 0 and col < self.traits.problem.head_dim:
-            for other in cutlass.range_constexpr(1, self.LANES):
-                total = total + sSum[x, other]
-            mGradApe[col, entry, 0] = total
+    def _store_entry(self, window, outputs, sums, token, slot, gradients):
+        block, place = window.position(slot)
+        row, half_col = token + block * self.traits.problem.ratio + place, block * self.traits.problem.head_dim
+        values, scores = gradients(slot)
+        window.store(outputs[0], row, half_col, values)
+        window.store(outputs[1], row, half_col, scores)
+        sums.add(slot, scores)
 
 
 def build(traits: Traits) -> Build:

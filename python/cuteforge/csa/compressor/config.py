@@ -4,11 +4,18 @@ The window of one output row has ``coff * ratio`` entries; an entry is one token
 used by at most one window, so the kernels read each input once and are bound by memory.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime.arch import Arch
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 WARP = 32
 MAX_RATIO = 256
+MAX_EAGER_RATIO = 16  # up to here a window stays in one warp and gradients have the bits of the eager computation
+SMEM_ALIGNMENT = 128
+CTA_RESERVE_BYTES = 1024  # shared memory that the driver keeps for each resident CTA
 
 
 @dataclass(frozen=True)
@@ -43,16 +50,18 @@ class Problem:
 class Tile:
     """How a CTA works.
 
-    A warp owns ``32 * cols_per_lane`` adjacent columns and walks over consecutive output rows. It copies the window of each row into its
+    A warp owns ``32 * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the window of each row into its
     own ring of ``num_stages`` shared-memory slots. With ``split_window`` the warps of a CTA share the window of one row instead.
+    ``resident`` keeps ape for the whole kernel, and the weights of a window between the two passes over it, in registers; otherwise ape is
+    read and the weights are computed each time.
     """
 
     num_warps: int
-    warps_along_cols: int
     cols_per_lane: int
     num_stages: int
     ctas_per_sm: int
     split_window: bool = False
+    resident: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,15 @@ class Traits:
 
     @property
     def slots(self) -> int:
-        """Window entries that one warp handles."""
-        parts = self.tile.num_warps if self.tile.split_window else 1
-        return -(-self.problem.window // parts)
+        """Window entries that one warp handles. The warps of a split window each stay in one of its blocks."""
+        if not self.tile.split_window:
+            return self.problem.window
+        return -(-self.problem.ratio // self.warps_per_block)
+
+    @property
+    def warps_per_block(self) -> int:
+        """Warps that share one block of a split window."""
+        return self.tile.num_warps // self.problem.coff
 
     @property
     def chunk_cols(self) -> int:
@@ -108,37 +123,104 @@ class Traits:
 
     @property
     def has_spare_slots(self) -> bool:
-        """Whether the last warps of a split window have slots past its end."""
-        return self.tile.split_window and self.slots * self.tile.num_warps > self.problem.window
+        """Whether the last warp of a block has slots past its end."""
+        return self.tile.split_window and self.slots * self.warps_per_block > self.problem.ratio
 
     @property
-    def warps_along_cols(self) -> int:
-        return 1 if self.tile.split_window else self.tile.warps_along_cols
+    def rows_per_cta(self) -> int:
+        """Rows that a CTA works on at a time."""
+        return 1 if self.tile.split_window else self.tile.num_warps
 
     @property
-    def warps_along_rows(self) -> int:
-        """Runs of rows that a CTA works on at a time."""
-        return 1 if self.tile.split_window else self.tile.num_warps // self.tile.warps_along_cols
-
-    @property
-    def chunk_groups(self) -> int:
-        """CTAs that share the columns of one run of rows."""
-        return -(-self.num_chunks // self.warps_along_cols)
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: rings, row codes, and the parts of a split window (max, sum, mean; two buffers)."""
+        codes = self.tile.num_warps * self.tile.num_stages * 4
+        parts = 2 * 3 * self.tile.num_warps * self.chunk_cols * 4 if self.tile.split_window else 0
+        return self.ring_elems * ITEMSIZE[self.problem.dtype] + codes + parts + SMEM_ALIGNMENT
 
 
-def max_ctas(traits: Traits, arch) -> int:
+def max_ctas(traits: Traits, arch: Arch) -> int:
     """CTAs that fill the GPU once."""
     return arch.num_sms * traits.tile.ctas_per_sm
 
 
 def workspace_bytes(traits: Traits, num_ctas: int) -> int:
     """Partial sums of the gradient of ape: one for each group of CTAs, whatever the number of rows."""
-    groups = max(num_ctas // traits.chunk_groups, 1)
+    groups = max(num_ctas // traits.num_chunks, 1)
     return groups * traits.problem.window * traits.problem.head_dim * 4
 
 
-def select_tile(problem: Problem, backward: bool, arch) -> Tile:
-    """The tile for a problem on a GPU."""
-    if problem.ratio > 16:
-        return Tile(8, 1, 2, 3, 2, True)
-    return Tile(8, 1, 2, 4, 2)
+def select_traits(problem: Problem, arch: Arch, backward: bool, deterministic: bool = True) -> Traits:
+    """The first tile that fits the GPU, in the order of measured speed.
+
+    Raises:
+        UnsupportedError: a window that no tile holds in this GPU's shared memory.
+    """
+    dependent_launch = backward and arch.major >= 9
+    refusals = []
+    for tile in _relaxed(_backward_tile(problem) if backward else _forward_tile(problem)):
+        traits = Traits(problem, tile, backward, deterministic, dependent_launch)
+        refusal = why_not(traits, arch)
+        if refusal is None:
+            return traits
+        refusals.append(refusal)
+    raise UnsupportedError(
+        f"ratio: a window of {problem.window} {problem.dtype} entries does not fit {arch.name}: {refusals[-1]}"
+    )
+
+
+def why_not(traits: Traits, arch: Arch) -> str | None:
+    """Why a GPU cannot run a tile, None if it can."""
+    if traits.smem_bytes > arch.smem_bytes_per_cta:
+        return (
+            f"{traits.tile} takes {traits.smem_bytes} bytes of shared memory a CTA, there are {arch.smem_bytes_per_cta}"
+        )
+    resident = traits.tile.ctas_per_sm * (traits.smem_bytes + CTA_RESERVE_BYTES)
+    if resident > arch.smem_bytes_per_sm:
+        return f"{traits.tile} takes {resident} bytes of shared memory an SM, there are {arch.smem_bytes_per_sm}"
+    return None
+
+
+# The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and, backward, sums. Every tile
+# is compiled for every architecture with spills as errors. Two stages, one window in flight a warp, are as fast as three or better: more
+# bytes in flight than about 64 KB an SM slow the DRAM down (H200, 131072 tokens, backward: 296 us with 2 stages, 309 with 3).
+
+
+def _forward_tile(problem: Problem) -> Tile:
+    window = problem.window
+    if problem.ratio <= MAX_EAGER_RATIO:
+        cols = _cols_per_lane(problem, 4 if window <= 8 else 2 if window <= 16 else 1)
+        return Tile(4, cols, 2, 4) if cols == 4 else Tile(8, cols, 2, 3 if window <= 8 else 2)
+    if window <= 256:
+        return Tile(8, _cols_per_lane(problem, 2 if window <= 128 else 1), 2, 2, split_window=True)
+    return Tile(16, 1, 2, 1, split_window=True)
+
+
+def _backward_tile(problem: Problem) -> Tile:
+    window = problem.window
+    if problem.ratio <= MAX_EAGER_RATIO:
+        cols = _cols_per_lane(problem, 2 if window <= 8 else 1)
+        return Tile(16, cols, 2, 1) if window <= 16 else Tile(8, cols, 2, 1)
+    if window <= 128:
+        return Tile(8, _cols_per_lane(problem, 2), 2, 1, split_window=True)
+    return Tile(16, 1, 2, 1, split_window=True, resident=window <= 256)
+
+
+def _cols_per_lane(problem: Problem, most: int) -> int:
+    """The largest power of two up to `most` with the fewest columns past the last one."""
+    choices = [cols for cols in (4, 2, 1) if cols <= most]
+    return min(choices, key=lambda cols: -(-problem.head_dim // (WARP * cols)) * cols)
+
+
+def _relaxed(tile: Tile) -> Iterator[Tile]:
+    """`tile`, then what takes less and less shared memory."""
+    while True:
+        yield tile
+        if tile.ctas_per_sm > 1:
+            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
+        elif tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.cols_per_lane > 1:
+            tile = replace(tile, cols_per_lane=tile.cols_per_lane // 2)
+        else:
+            return

@@ -20,7 +20,7 @@ class FakeOperands:
     def rows(self, extent, cols: int):
         """A (extent, cols) matrix of the op's dtype with a row pitch that keeps every run aligned."""
         elems = self.problem.vector_elems
-        pitch = cute.sym_int64(divisibility=elems)
+        pitch = cute.sym_int(divisibility=elems)
         align = elems * ITEMSIZE[self.problem.dtype]
         return make_fake_tensor(self.dtype, (extent, cols), (pitch, 1), assumed_align=align)
 

@@ -13,7 +13,6 @@ from cuteforge.csa.compressor.fake_operands import forward_operands
 from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
 from cuteforge.csa.compressor.window import WindowStream, launch_shape, row_plan
 from cuteforge.device.copy import Rows
-from cuteforge.device.segments import WARP
 from cuteforge.runtime.compile_cache import Build
 
 
@@ -38,7 +37,9 @@ class Forward:
     ):
         if mOut.shape[0] > 0:
             groups, run_log2 = row_plan(self.traits, mOut.shape[0], max_ctas)
-            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, run_log2).launch(**launch_shape(self.traits, groups), stream=stream)
+            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, run_log2).launch(
+                **launch_shape(self.traits, groups), stream=stream
+            )
 
     @cute.kernel
     def kernel(
@@ -56,16 +57,18 @@ class Forward:
         window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, None, mOut.shape[0], run_log2)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
         out = Rows(mOut)
-        rApe = window.load_ape(mApe)
+        ape = window.load_ape(mApe)
         state = window.start()
         stage = Int32(0)
         for step in cutlass.range(window.count, unroll=1):
             state = window.advance(step, stage, state)
-            parts = pool_part(window, rApe, stage, self.arithmetic, empty_is_nan=not split_window)
+            parts = pool_part(window, ape, stage, self.arithmetic, empty_is_nan=not split_window)
             if cutlass.const_expr(split_window):
                 self._join_and_store(window, exchange, parts, out, step)
             else:
-                window.store(out, window.row(step), 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts])
+                window.store(
+                    out, window.row(step), 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts]
+                )
             stage = window.next_stage(stage)
 
     def _join_and_store(self, window, exchange, parts, out, step):

@@ -60,19 +60,22 @@ class Part:
         return arithmetic.mean(self.values, self.weights, inverse)
 
 
-def pool_part(window: WindowStream, rApe, stage, arithmetic, empty_is_nan: bool):
+def logits(window: WindowStream, ape, stage, slot: int) -> list:
+    """score + ape of window entry `slot` for each of the lane's columns, -inf where the entry takes no part in the row."""
+    valid = window.is_valid(slot, window.sCode[stage] < 0)
+    return [keep(valid, s + a, NEG_INF) for s, a in zip(window.read_scores(stage, slot), ape(slot))]
+
+
+def pool_part(window: WindowStream, ape, stage, arithmetic, empty_is_nan: bool) -> list:
     """The `Part` of this warp for each of the lane's columns. A part of nothing but -inf weighs 0, or NaN with `empty_is_nan`."""
     slots = range(window.traits.slots)
-    is_first = window.sCode[stage] < 0
-    valid = [window.is_valid(k, is_first) for k in slots]
-    scores = [window.read_scores(stage, k) for k in slots]
-    values = [window.read_values(stage, k) for k in slots]
+    z = [logits(window, ape, stage, slot) for slot in slots]
+    values = [window.read_values(stage, slot) for slot in slots]
     parts = []
     for c in range(window.traits.tile.cols_per_lane):
-        z = [keep(valid[k], scores[k][c] + rApe[k][c], NEG_INF) for k in slots]
-        largest = max_of(z)
+        largest = max_of([z[k][c] for k in slots])
         shift = largest if empty_is_nan else select(largest == NEG_INF, Float32(0.0), largest)
-        weights = [arithmetic.weight(z[k] - shift) for k in slots]
+        weights = [arithmetic.weight(z[k][c] - shift) for k in slots]
         parts.append(Part(largest, weights, sum_rn(weights), [values[k][c] for k in slots]))
     return parts
 

@@ -5,6 +5,8 @@ rows, and copies whole windows ahead of their use: the ring keeps ``num_stages -
 memory latency, whatever number of registers the arithmetic takes. Only the warp's own lanes touch its ring, so a warp barrier orders it.
 """
 
+from collections.abc import Callable
+
 import cutlass
 from cutlass import Float32, Int32, cute
 
@@ -41,18 +43,18 @@ class WindowStream(TraceConstant):
         self.copies = [self._copy_lane(part) for part in range(traits.copy_rounds)]
 
     def _place(self, bidx, gdim) -> None:
-        """Which columns, rows and window entries are this warp's."""
+        """Which columns, rows and window entries are this warp's. The CTAs of a group have different columns of the same rows."""
         traits = self.traits
-        self.chunk_col = (
-            bidx % traits.chunk_groups * traits.warps_along_cols + self.warp % traits.warps_along_cols
-        ) * traits.chunk_cols
+        self.chunk_col = bidx % traits.num_chunks * traits.chunk_cols
         self.col = self.chunk_col + self.lane * traits.tile.cols_per_lane
-        self.group = bidx // traits.chunk_groups
-        self.num_row_lanes = gdim // traits.chunk_groups * traits.warps_along_rows
-        self.row_lane = self.group * traits.warps_along_rows
-        if not traits.tile.split_window:
-            self.row_lane += self.warp // traits.warps_along_cols
-        self.first_slot = self.warp * traits.slots if traits.tile.split_window else 0
+        self.group = bidx // traits.num_chunks
+        self.num_row_lanes = gdim // traits.num_chunks * traits.rows_per_cta
+        self.row_lane = self.group * traits.rows_per_cta
+        if traits.tile.split_window:
+            self.block = self.warp // traits.warps_per_block if traits.problem.coff == 2 else 0
+            self.first_place = self.warp % traits.warps_per_block * traits.slots
+        else:
+            self.row_lane += self.warp
 
     def _share_rows(self, num_rows, run_log2) -> None:
         """Runs of 2**run_log2 rows go to the lanes in turn."""
@@ -86,9 +88,10 @@ class WindowStream(TraceConstant):
         problem, traits = self.traits.problem, self.traits
         run = self.lane + part * WARP
         slot, col = run // traits.runs_per_entry, run % traits.runs_per_entry * problem.vector_elems
-        entry = self.first_slot + slot
-        exists = (self.chunk_col + col < problem.head_dim) & (entry < problem.window)
-        half_col = select(entry >= problem.ratio, Int32(problem.head_dim), Int32(0)) if problem.coff == 2 else 0
+        block, place = self.position(slot)
+        entry = block * problem.ratio + place
+        half_col = block * problem.head_dim
+        exists = (self.chunk_col + col < problem.head_dim) & (place < problem.ratio)
         columns = [rows.column(half_col + self.chunk_col + col) for rows in self.inputs]
         return entry, slot * traits.chunk_cols + col, exists, columns
 
@@ -101,7 +104,7 @@ class WindowStream(TraceConstant):
         """
         num_stages = self.traits.tile.num_stages
         state = (Int32(0), Int32(0), Int32(0), Int32(0))
-        if self.count > 0:
+        if num_stages > 1 and self.count > 0:
             row = self.row(0)
             guess = self._guess(row)
             if guess != NO_ROW:
@@ -133,15 +136,25 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def advance(self, step: Int32, stage: Int32, state):
-        """Wait for the window of `step` in ring slot `stage`, and start the copy `num_stages - 1` steps ahead into the slot read last."""
+        """Wait for the window of `step` in ring slot `stage`, and start the copy `num_stages - 1` steps ahead into the slot read last.
+
+        With one slot there is nothing ahead: the window is copied here.
+        """
         num_stages = self.traits.tile.num_stages
-        cute.arch.cp_async_wait_group(num_stages - 2)
-        cute.arch.sync_warp()
-        ahead = step + (num_stages - 1)
-        if ahead < self.count:
-            free = select(stage == 0, Int32(num_stages - 1), stage - 1)
-            state = self._issue(self.row(ahead), free, state)
-        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(num_stages == 1):
+            cute.arch.sync_warp()
+            state = self._issue(self.row(step), stage, state)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
+        else:
+            cute.arch.cp_async_wait_group(num_stages - 2)
+            cute.arch.sync_warp()
+            ahead = step + (num_stages - 1)
+            if ahead < self.count:
+                free = select(stage == 0, Int32(num_stages - 1), stage - 1)
+                state = self._issue(self.row(ahead), free, state)
+            cute.arch.cp_async_commit_group()
         return state
 
     @cute.jit
@@ -210,7 +223,9 @@ class WindowStream(TraceConstant):
         """Start copying the window of a row into ring slot `stage`. Entries before a segment's first token become 0."""
         problem, traits = self.traits.problem, self.traits
         token = self.first_token(code)
-        first_entry = select(code < 0, Int32(problem.ratio), Int32(0)) if cutlass.const_expr(problem.coff == 2) else Int32(0)
+        first_entry = (
+            select(code < 0, Int32(problem.ratio), Int32(0)) if cutlass.const_expr(problem.coff == 2) else Int32(0)
+        )
         base = stage * traits.stage_elems
         for part in cutlass.range_constexpr(traits.copy_rounds):
             if cutlass.const_expr((part + 1) * WARP <= traits.runs_per_window):
@@ -223,7 +238,13 @@ class WindowStream(TraceConstant):
         wanted = exists & (entry >= first_entry)
         for index, (rows, column) in enumerate(zip(self.inputs, columns)):
             line = base + index * self.traits.slots * self.traits.chunk_cols
-            copy_or_zero(rows, rows.at(column, token + entry), smem_run(self.sRing, line + offset, self.traits.problem.vector_elems), wanted, self.policy)
+            copy_or_zero(
+                rows,
+                rows.at(column, token + entry),
+                smem_run(self.sRing, line + offset, self.traits.problem.vector_elems),
+                wanted,
+                self.policy,
+            )
 
     @cute.jit
     def _copy_grad_out(self, row: Int32, stage: Int32):
@@ -255,31 +276,23 @@ class WindowStream(TraceConstant):
         """Token of window entry 0; for the first block of a segment and coff 2 it lies before the segment."""
         return select(code < 0, ~code, code) - (self.traits.problem.coff - 1) * self.traits.problem.ratio
 
-    def entry(self, slot: int):
-        """Index in the window of this warp's entry `slot`: a Python int unless the window is split over warps."""
-        return self.first_slot + slot
+    def position(self, slot):
+        """(block of the window, place in it) of this warp's entry `slot`: Python ints if `slot` is one and the window is not split.
 
-    def ape_position(self, slot: int):
-        """Row of ape, and offset of its column half, for window entry `slot`."""
-        problem = self.traits.problem
-        entry = self.entry(slot)
-        if problem.coff == 1:
-            return entry, 0
-        if isinstance(entry, int):
-            return entry % problem.ratio, (entry // problem.ratio) * problem.head_dim
-        is_own = entry >= problem.ratio
-        return entry - select(is_own, Int32(problem.ratio), Int32(0)), select(is_own, Int32(problem.head_dim), Int32(0))
+        The place is the entry's row of ape, the block its half of the columns; ``block * ratio + place`` counts its tokens.
+        """
+        if self.traits.tile.split_window:
+            return self.block, self.first_place + slot
+        return slot // self.traits.problem.ratio, slot % self.traits.problem.ratio
 
     def is_valid(self, slot: int, is_first):
         """Whether window entry `slot` takes part in a row; None when it always does."""
-        problem = self.traits.problem
-        entry = self.entry(slot)
+        block, place = self.position(slot)
         conditions = []
-        if problem.coff == 2 and (self.traits.tile.split_window or slot < problem.ratio):
-            before_segment = entry < problem.ratio
-            conditions.append(~(is_first & before_segment) if self.traits.tile.split_window else ~is_first)
+        if self.traits.problem.coff == 2 and not (isinstance(block, int) and block == 1):
+            conditions.append(~(is_first & (block == 0)))
         if self.traits.has_spare_slots:
-            conditions.append(entry < problem.window)
+            conditions.append(place < self.traits.problem.ratio)
         if not conditions:
             return None
         return conditions[0] if len(conditions) == 1 else conditions[0] & conditions[1]
@@ -290,30 +303,33 @@ class WindowStream(TraceConstant):
         whole = self.traits.problem.vector_elems % self.traits.tile.cols_per_lane == 0
         store_run(rows, address, values, self.col, self.traits.problem.head_dim, whole)
 
+    def load_ape(self, mApe: cute.Tensor) -> Callable[[int], list]:
+        """A function from window entry to this lane's columns of ape; 0 past the last column."""
+        slots = range(self.traits.slots)
+        if self.traits.tile.resident:
+            return [self._load_ape_entry(mApe, slot) for slot in slots].__getitem__
+        return lambda slot: self._load_ape_entry(mApe, slot)
+
     @cute.jit
-    def load_ape(self, mApe: cute.Tensor):
-        """This lane's columns of ape, one list for each window entry; 0 past the last column."""
+    def _load_ape_entry(self, mApe: cute.Tensor, slot: int):
         problem = self.traits.problem
-        rApe = []
-        for slot in cutlass.range_constexpr(self.traits.slots):
-            row, half_col = self.ape_position(slot)
-            columns = []
-            for c in cutlass.range_constexpr(self.traits.tile.cols_per_lane):
-                value = Float32(0.0)
-                wanted = self.col + c < problem.head_dim
-                if cutlass.const_expr(self.traits.has_spare_slots):
-                    wanted = wanted and self.entry(slot) < problem.window
-                if wanted:
-                    value = mApe[row, half_col + self.col + c]
-                columns.append(value)
-            rApe.append(columns)
-        return rApe
+        block, place = self.position(slot)
+        columns = []
+        for c in cutlass.range_constexpr(self.traits.tile.cols_per_lane):
+            value = Float32(0.0)
+            wanted = self.col + c < problem.head_dim
+            if cutlass.const_expr(self.traits.has_spare_slots):
+                wanted = wanted and place < problem.ratio
+            if wanted:
+                value = mApe[place, block * problem.head_dim + self.col + c]
+            columns.append(value)
+        return columns
 
 
 def launch_shape(traits: Traits, groups) -> dict:
     """Launch arguments of a kernel over windows. The register limit and the shared memory are such that `ctas_per_sm` CTAs fit."""
     return {
-        "grid": (groups * traits.chunk_groups, 1, 1),
+        "grid": (groups * traits.num_chunks, 1, 1),
         "block": (WARP * traits.tile.num_warps, 1, 1),
         "min_blocks_per_mp": traits.tile.ctas_per_sm,
         "preferred_smem_carveout": 100,  # percent
@@ -328,9 +344,9 @@ def row_plan(traits: Traits, num_rows: Int32, max_ctas: Int32):
     region of memory: an own region for each lane opens thousands of DRAM pages at once (6 % slower at 131072 tokens). Taking up to 8 rows
     at a time saves segment look-ups; at most 1/16 of a lane's rows, so that the shares stay equal.
     """
-    groups = cutlass.max(max_ctas // traits.chunk_groups, 1)
-    groups = cutlass.min(groups, (num_rows + traits.warps_along_rows - 1) // traits.warps_along_rows)
-    rows_per_lane = num_rows // cutlass.max(groups * traits.warps_along_rows, 1)
+    groups = cutlass.max(max_ctas // traits.num_chunks, 1)
+    groups = cutlass.min(groups, (num_rows + traits.rows_per_cta - 1) // traits.rows_per_cta)
+    rows_per_lane = num_rows // cutlass.max(groups * traits.rows_per_cta, 1)
     run_log2 = Int32(0)
     for log2 in cutlass.range_constexpr(1, MAX_RUN_LOG2 + 1):
         if rows_per_lane >= 16 << log2:

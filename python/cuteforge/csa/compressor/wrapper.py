@@ -53,7 +53,7 @@ def csa_compressor_forward_wrapper(
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
     """
-    _check_tokens(kv, head_dim, coff)
+    _check_sizes(kv, head_dim, ratio, coff)
     with _NO_CONTEXT if stream is None else stream_context(stream, kv.device):
         if total_comp is None:
             total_comp = _last_offset(cu_seqlens_comp)
@@ -91,10 +91,10 @@ def csa_compressor_backward_wrapper(
         ContractError, UnsupportedError: as the forward wrapper.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
     """
-    _check_tokens(kv, head_dim, coff)
+    _check_sizes(kv, head_dim, ratio, coff)
     with _NO_CONTEXT if stream is None else stream_context(stream, kv.device):
-        grad_kv, grad_score = torch.empty_like(kv), torch.empty_like(score)
-        grad_ape = torch.empty_like(ape)
+        grad_kv, grad_score = kv.new_empty(kv.shape), kv.new_empty(kv.shape)
+        grad_ape = kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
         key = ("backward", kv.dtype, kv.shape[1], ratio, coff, kv.get_device(), bool(deterministic))
         inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
         _execute(
@@ -136,11 +136,13 @@ def _readable(tensor: Any) -> Any:
     return tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _check_tokens(kv: Any, head_dim: int | None, coff: int) -> None:
+def _check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
     """What is needed to allocate the results; the op checks everything else."""
     if not isinstance(kv, torch.Tensor) or kv.dim() != 2:
         got = f"shape {tuple(kv.shape)}" if isinstance(kv, torch.Tensor) else type(kv).__name__
         raise ContractError(f"kv: wanted a tensor of shape (T, coff*d), got {got}")
+    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+        raise ContractError(f"ratio: wanted an int of 1 or more, got {ratio!r}")
     if coff not in (1, 2):
         raise ContractError(f"coff: wanted 1 or 2, got {coff!r}")
     if kv.shape[1] % coff or (head_dim is not None and kv.shape[1] != coff * head_dim):

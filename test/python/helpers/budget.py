@@ -64,21 +64,26 @@ def assert_one_rounding_step(got: torch.Tensor, eager: torch.Tensor, mass: torch
     """``got`` is fp32 ``eager`` rounded once, or a neighbour of it.
 
     Two fp32 sums of ``window`` terms in different orders differ by up to ``window * 2**-24 * mass`` with ``mass`` the
-    sum of the terms' magnitudes; where they cancel that exceeds an ulp of the result, so it is allowed on top.
+    sum of the terms' magnitudes, and the hardware exponential has an error of ``2**-22``, 4 of these units, in each
+    weight; where the terms cancel that exceeds an ulp of the result, so it is allowed on top.
     """
     finite = assert_same_specials(got, eager.to(got.dtype), name)
     distance = (got.double() - eager.double()).abs()[finite]
-    limit = (ulp(eager, got.dtype) + window * 2.0**-24 * mass.double())[finite]
+    limit = (ulp(eager, got.dtype) + (window + 4) * 2.0**-24 * mass.double())[finite]
     over = distance > limit
     worst = float((distance / limit).max()) if distance.numel() else 0.0
     assert not bool(over.any()), f"{name}: {int(over.sum())} elements off by more than a step, worst {worst:.2f} steps"
 
 
-def assert_as_close(got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, name: str) -> None:
+def assert_as_close(
+    got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, name: str, num_sums: int | None = None
+) -> None:
     """At least as close to the fp64 ``oracle`` as fp32 ``eager`` rounded to the same dtype.
 
     Measured as the root mean square over all elements with 5 % slack (a handful of elements near a rounding boundary
     may fall either way) plus, for single elements, a largest error within one ulp of the largest value of eager's.
+    Elements that share a sum share its error: ``num_sums`` independent ones, the number of elements by default, give
+    the root mean square itself a relative scatter of ``1 / sqrt(num_sums)``, which is allowed on top.
     """
     eager = eager.to(got.dtype)
     finite = assert_same_specials(got, eager, name) & torch.isfinite(oracle)
@@ -88,6 +93,7 @@ def assert_as_close(got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor
     error, eager_error = ((t.double()[finite] - truth).abs() for t in (got, eager))
     rms, eager_rms = (float(e.square().mean().sqrt()) for e in (error, eager_error))
     step = float(ulp(truth.abs().max(), got.dtype))
-    assert rms <= 1.05 * eager_rms + 1e-3 * step, f"{name}: rms error {rms:.3e} against eager's {eager_rms:.3e}"
+    slack = 1.05 + (num_sums or truth.numel()) ** -0.5
+    assert rms <= slack * eager_rms + 1e-3 * step, f"{name}: rms error {rms:.3e} against eager's {eager_rms:.3e}"
     worst, eager_worst = float(error.max()), float(eager_error.max())
     assert worst <= eager_worst + step, f"{name}: largest error {worst:.3e} against eager's {eager_worst:.3e}"

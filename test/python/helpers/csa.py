@@ -128,9 +128,12 @@ def run_forward(x: Inputs, *, row_pitch: int | None = None, stream=None) -> torc
 
 
 def run_backward(
-    x: Inputs, *, deterministic: bool = True, row_pitch: int | None = None, stream=None
+    x: Inputs, *, deterministic: bool = True, row_pitch: int | None = None, stream=None, fully: bool = True
 ) -> reference.CompressorGrads:
-    """The gradients, written by the class into poisoned, guarded buffers; the workspace is poisoned and guarded too."""
+    """The gradients, written by the class into poisoned, guarded buffers; the workspace is poisoned and guarded too.
+
+    ``fully``: every element has to be written, not only nothing outside.
+    """
     grads = [Canary.like(x.kv, row_pitch), Canary.like(x.score, row_pitch), Canary.like(x.ape)]
     buffers = [grad.tensor for grad in grads]
     op = CSACompressorBackward(*x.tensors, x.grad_out, *buffers, **x.config, deterministic=deterministic).compile()
@@ -138,7 +141,7 @@ def run_backward(
     op.execute(*x.tensors, x.grad_out, *buffers, workspace=workspace_or_none(workspace), stream=stream)
     torch.cuda.synchronize(x.kv.device)
     for name, grad in zip(reference.CompressorGrads._fields, grads, strict=True):
-        grad.check(name)
+        grad.check(name) if fully else grad.check_guards(name)
     workspace.check_guards("workspace")
     return reference.CompressorGrads(*buffers)
 
@@ -179,8 +182,9 @@ def check_backward(grads: reference.CompressorGrads, x: Inputs) -> None:
         budget.assert_same_values(grads.grad_kv, eager.grad_kv, "grad_kv")
         budget.assert_same_values(grads.grad_score, eager.grad_score, "grad_score")
     else:
-        budget.assert_as_close(grads.grad_kv, oracle.grad_kv, eager.grad_kv, "grad_kv")
-        budget.assert_as_close(grads.grad_score, oracle.grad_score, eager.grad_score, "grad_score")
+        num_sums = max(1, x.total_comp * x.head_dim)
+        budget.assert_as_close(grads.grad_kv, oracle.grad_kv, eager.grad_kv, "grad_kv", num_sums)
+        budget.assert_as_close(grads.grad_score, oracle.grad_score, eager.grad_score, "grad_score", num_sums)
     budget.assert_within_budget(grads.grad_ape, oracle.grad_ape, eager.grad_ape, "grad_ape")
     for name, grad in (("grad_kv", grads.grad_kv), ("grad_score", grads.grad_score)):
         assert not grad[x.unconsumed].any(), f"{name}: positions no block pools are not exactly 0"

@@ -228,10 +228,15 @@ class CSACompressorBackward(_Compressor):
         """Refuse a workspace that is too small, and atomics where torch wants none."""
         if not self.deterministic:
             return _refuse_atomics_if_asked()
-        needed = self.workspace_bytes_on(kv.get_device() if isinstance(kv, torch.Tensor) and kv.is_cuda else None)
-        if not isinstance(workspace, torch.Tensor) or workspace.dim() != 1 or workspace.shape[0] < needed:
-            got = f"shape {tuple(workspace.shape)}" if isinstance(workspace, torch.Tensor) else type(workspace).__name__
-            raise ContractError(f"workspace: wanted shape (W) with W >= {needed}, dtype uint8, got {got}")
+        device_index = kv.get_device() if isinstance(kv, torch.Tensor) and kv.is_cuda else None
+        needed = self.workspace_bytes_on(device_index)
+        wanted = f"shape (W) with W >= {needed}, dtype uint8, on cuda:{device_index}"
+        if not isinstance(workspace, torch.Tensor):
+            raise ContractError(f"workspace: wanted {wanted}, got {type(workspace).__name__}")
+        fits = workspace.dim() == 1 and workspace.shape[0] >= needed and workspace.dtype is torch.uint8
+        if not fits or workspace.device.index != device_index:
+            got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
+            raise ContractError(f"workspace: wanted {wanted}, got {got}")
 
 
 def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_tokens: int, ratio: int) -> None:

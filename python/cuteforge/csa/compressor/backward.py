@@ -166,9 +166,11 @@ class Backward:
         The values were read again: kept over the barrier of the exchange, they would cost a register for each entry.
         """
         value_gradients = [g * weight for g, weight in zip(grad_out, weights)]
-        score_gradients = [
-            weight * (g * value - g * mean) for g, weight, value, (_, _, mean) in zip(grad_out, weights, values, wholes)
-        ]
+        score_gradients = []
+        for g, weight, value, (_, _, mean) in zip(grad_out, weights, values, wholes):
+            # g - g is 0, or NaN for a gradient that is not finite: the eager sum of dp * p is NaN then
+            total = fma_rn(g, mean, g - g)
+            score_gradients.append(weight * fma_rn(g, value, -total))
         return value_gradients, score_gradients
 
     def _kept_weights(self, parts, wholes):

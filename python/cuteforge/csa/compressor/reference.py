@@ -67,12 +67,13 @@ def build_cu_seqlens_comp(cu_seqlens: torch.Tensor, ratio: int) -> torch.Tensor:
 
 
 def locate_blocks(
-    cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, total_comp: int, num_tokens: int, ratio: int, coff: int
+    cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, total_comp: int, num_tokens: int, ratio: int
 ) -> Blocks:
     """Where each of ``total_comp`` output rows reads.
 
     A row belongs to the last segment with ``cu_seqlens_comp[s] <= row < cu_seqlens_comp[s + 1]``. It is real if its
-    block number is below ``len_s // ratio`` and its window lies inside the tokens; else it reads as a first block at 0.
+    block number is below ``len_s // ratio``, the segment starts at 0 or later and the block ends inside the tokens;
+    else it reads as a first block at 0.
     """
     # One more, empty segment: where rows past the last block land, and what there is when B = 0.
     cu, cuc = (torch.cat((t, t[-1:])).long() for t in (cu_seqlens, cu_seqlens_comp))
@@ -81,8 +82,7 @@ def locate_blocks(
     block = row - cuc[segment]
     length = cu[segment + 1] - cu[segment]
     start = cu[segment] + block * ratio
-    window_start = torch.where((coff == 2) & (block > 0), start - ratio, start)
-    inside = (window_start >= 0) & (start + ratio <= num_tokens)
+    inside = (cu[segment] >= 0) & (start + ratio <= num_tokens)
     real = (block >= 0) & (row < cuc[segment + 1]) & (block < length // ratio) & inside
     return Blocks(row, torch.where(real, start, 0), ~real | (block == 0), real)
 
@@ -115,7 +115,7 @@ def compress_forward(
     total_comp = int(cu_seqlens_comp[-1]) if total_comp is None else total_comp
     if total_comp > 0 and kv.shape[0] < ratio:
         raise ContractError(f"kv: wanted at least ratio = {ratio} tokens for {total_comp} rows, got {kv.shape[0]}")
-    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, total_comp, kv.shape[0], ratio, coff)
+    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, total_comp, kv.shape[0], ratio)
     dtype = compute_dtype or kv.dtype
     rows = [_pool(kv, score, ape, part, coff, dtype) for part in blocks.chunks(ape.numel())]
     return torch.cat(rows).to(out_dtype or kv.dtype)
@@ -147,7 +147,7 @@ def compress_backward(
     grad_kv = torch.zeros(kv.shape, dtype=grad_dtype or kv.dtype, device=kv.device)
     grad_score = torch.zeros_like(grad_kv)
     grad_ape = torch.zeros(ape.shape, dtype=dtype, device=ape.device)
-    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, grad_out.shape[0], kv.shape[0], ratio, coff)
+    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, grad_out.shape[0], kv.shape[0], ratio)
     for part in blocks.only_real().chunks(ape.numel()):
         values, probs = _window(kv, score, ape, part, coff, dtype)
         grad = grad_out[part.row].to(dtype)
@@ -164,7 +164,7 @@ def compress_backward_autograd(
 ) -> CompressorGrads:
     """The same gradients by torch autograd, in one piece: keeps every intermediate of every window alive."""
     leaves = [t.detach().requires_grad_() for t in (kv, score, ape)]
-    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, grad_out.shape[0], kv.shape[0], ratio, coff)
+    blocks = locate_blocks(cu_seqlens, cu_seqlens_comp, grad_out.shape[0], kv.shape[0], ratio)
     blocks = blocks.only_real()
     with torch.enable_grad():
         out = _pool(*leaves, blocks, coff, compute_dtype or kv.dtype)

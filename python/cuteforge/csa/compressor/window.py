@@ -194,7 +194,8 @@ class WindowStream(TraceConstant):
             begin, end, token, blocks = self._find_segment(row)
         block = row - begin
         code = Int32(NO_ROW if self.traits.backward else ~0)
-        if block < blocks:
+        # a damaged table can make the difference wrap to a negative number
+        if block >= 0 and block < blocks:
             code = token + block * self.traits.problem.ratio
             if block == 0:
                 code = ~code
@@ -202,7 +203,7 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def _find_segment(self, row: Int32):
-        """State of the segment that holds `row`; rows outside every segment, and segments that do not fit the tokens, have no blocks."""
+        """State of the segment that holds `row`; outside every segment there are no blocks."""
         segment, row_begin, row_end, token_begin, token_end = warp_bracket(
             self.mCuComp, self.mCu, self.num_segments + 1, row, self.lane
         )
@@ -214,8 +215,9 @@ class WindowStream(TraceConstant):
             end = row_end
             if segment >= 0:
                 begin = row_begin
-                if token >= 0 and token_end <= self.num_tokens and token_end > token:
-                    blocks = (token_end - token) // self.traits.problem.ratio
+                # blocks past the last token, and a segment that starts before the first, do not exist
+                if token >= 0:
+                    blocks = (cutlass.min(token_end, self.num_tokens) - token) // self.traits.problem.ratio
         return begin, end, token, blocks
 
     @cute.jit

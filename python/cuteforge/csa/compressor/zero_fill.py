@@ -27,28 +27,29 @@ class ZeroFill(TraceConstant):
         """Fill the share of `warp` out of `num_warps` over the whole grid."""
         for base in cutlass.range(warp * WARP, self.num_tokens, num_warps * WARP, unroll=1):
             token = base + lane
-            blocks_after = Int32(1)
+            block, first, end = Int32(0), Int32(0), Int32(0)
             if token < self.num_tokens:
-                blocks_after = self._blocks_from(token)
+                block, first, end = self._blocks_around(token)
             for half in cutlass.range_constexpr(self.problem.coff):
-                needed = Int32(self.problem.coff - half)
-                unread = cute.arch.vote_ballot_sync(token < self.num_tokens and blocks_after < needed)
+                reader = block + (self.problem.coff - 1 - half)
+                unread = cute.arch.vote_ballot_sync(token < self.num_tokens and (reader < first or reader >= end))
                 self._fill(base, unread, half, lane)
 
     @cute.jit
-    def _blocks_from(self, token: Int32) -> Int32:
-        """How many blocks of the token's segment have an output row, counted from the token's own block on; 0 outside every segment."""
+    def _blocks_around(self, token: Int32):
+        """(block of the token in its segment, first block with an output row, one past the last); no blocks outside every segment."""
         num_segments = self.mCu.shape[0] - 1
-        ratio = self.problem.ratio
         segment = lane_count_le(self.mCu, num_segments + 1, token) - 1
-        count = Int32(0)
+        block, first, end = Int32(0), Int32(0), Int32(0)
         if segment >= 0 and segment < num_segments:
-            begin, end = self.mCu[segment], self.mCu[segment + 1]
+            token_begin, token_end = self.mCu[segment], self.mCu[segment + 1]
             row_begin, row_end = self.mCuComp[segment], self.mCuComp[segment + 1]
-            if begin >= 0 and end <= self.num_tokens and end > begin:
+            if token_begin >= 0:
+                block = (token - token_begin) // self.problem.ratio
+                first = cutlass.max(-row_begin, 0)
                 rows = cutlass.min(row_end, self.num_rows) - row_begin
-                count = cutlass.min((end - begin) // ratio, rows) - (token - begin) // ratio
-        return count
+                end = cutlass.min((cutlass.min(token_end, self.num_tokens) - token_begin) // self.problem.ratio, rows)
+        return block, first, end
 
     @cute.jit
     def _fill(self, base: Int32, unread: Int32, half: int, lane: Int32):

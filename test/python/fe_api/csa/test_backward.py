@@ -115,12 +115,12 @@ def test_absent_block_ignores_its_half_of_ape(value, device):
 
 @pytest.mark.parametrize("name", csa_inputs.DAMAGED)
 def test_damaged_offsets_touch_nothing_outside(name, device):
-    """Buffers are fully written and nothing else is (canaries), no NaN of the surroundings is read. With monotone
-    tables the gradients are those of the documented rule; otherwise blocks may share tokens and any order may win."""
+    """Nothing outside the buffers is written (canaries). With monotone tables every element is, with the gradients of the
+    documented rule; otherwise blocks may share tokens or have none, and what is written there is not defined."""
     x = csa_inputs.damaged(name, device)
-    grads = csa.run_backward(x)
-    assert all(grad.isfinite().all() for grad in grads)
-    if csa_inputs.is_monotone(x.cu_seqlens) and csa_inputs.is_monotone(x.cu_seqlens_comp):
+    monotone = csa_inputs.is_monotone(x.cu_seqlens) and csa_inputs.is_monotone(x.cu_seqlens_comp)
+    grads = csa.run_backward(x, fully=monotone)
+    if monotone:
         eager = csa.eager_backward(x)
         budget.assert_same_values(grads.grad_kv, eager.grad_kv, "grad_kv")
         budget.assert_same_values(grads.grad_score, eager.grad_score, "grad_score")

@@ -17,7 +17,7 @@ from cuteforge import (
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
 )
-from helpers import budget, csa
+from helpers import budget, csa, csa_inputs
 from helpers.canary import Canary, padded_copy
 
 INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
@@ -172,6 +172,19 @@ def test_workspace_is_refused_by_name(device):
             call.execute()
     for output in call.outputs.values():
         output.check_untouched()
+
+
+def test_row_pitch_past_32_bits_is_refused_by_name(device):
+    """The kernels step over rows with a 32-bit byte pitch; a larger one is refused, not wrapped around."""
+    csa_inputs.require_free_memory(12, device)
+    x = csa.small(csa.CSA, device)
+    out = Canary.like(x.grad_out)
+    op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
+    pitch, width = 2**30 + 8, x.kv.shape[1]
+    wide = torch.empty(4 * pitch + width, dtype=x.kv.dtype, device=device).as_strided((5, width), (pitch, 1))
+    with pytest.raises(ContractError, match="^kv: wanted rows at most 2147483647 bytes apart"):
+        op.execute(wide, wide, *x.tensors[2:], out.tensor)
+    out.check_untouched()
 
 
 def test_execute_before_compile_says_so(device):

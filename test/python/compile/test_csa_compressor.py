@@ -1,0 +1,148 @@
+"""What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that decide the speed.
+
+Every tile that is ever selected is compiled, each with the longest part of a window that a warp gets in it. H200 also sees every dtype and
+width of access. Needs no GPU; a missing disassembler is an error.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from cuteforge.csa.compressor import backward, forward
+from cuteforge.csa.compressor.config import ITEMSIZE, SMEM_ALIGNMENT, WARP, Problem, select_traits
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime.arch import resolve_arch
+from helpers import sass
+
+FULL, REDUCED = ("sm_90a",), ("sm_80", "sm_89", "sm_100a", "sm_120a")
+REGISTERS_PER_SM = 65536
+REGISTER_GRANULE = 8  # registers a thread are handed out in eights
+ATOMICS = r"REDG?\b|ATOM"
+MODEL = [Problem("bfloat16", 512, 4, 2), Problem("bfloat16", 512, 128, 1)]  # CSA and HCA
+
+# 512, 576 and 544 columns make a lane take at most 4, 2 and 1; 0, 4, 2 or 1 fewer make the widest access 16, 8, 4 or 2 bytes.
+HEAD_DIMS = [most - fewer for most in (512, 576, 544) for fewer in (0, 4, 2, 1)]
+# All ratios of unsplit windows. Of the others those that fill the slots of every warp, and those that leave one spare.
+RATIOS = [*range(1, 17), *(multiple - spare for multiple in range(20, 257, 4) for spare in (1, 0))]
+
+
+def access_bytes(traits):
+    return traits.problem.vector_elems * ITEMSIZE[traits.problem.dtype]
+
+
+def candidates(arch):
+    facts = itertools.product(ITEMSIZE, HEAD_DIMS, RATIOS, (1, 2), (False, True))
+    for *problem, is_backward in facts:
+        try:
+            yield select_traits(Problem(*problem), arch, is_backward)
+        except UnsupportedError:  # test_csa_config.py says which may be
+            continue
+
+
+def most_demanding(every, kind):
+    """Of each kind the one with the most window entries a warp; among those, with the most conditions on them."""
+    found = {}
+    for traits in every:
+        found.setdefault(kind(traits), []).append(traits)
+    return [
+        max(alike, key=lambda t: (t.slots, t.problem.coff, t.has_spare_slots, t.copy_rounds))
+        for alike in found.values()
+    ]
+
+
+def full_kind(traits):
+    """bf16 and fp16 differ in few instructions: both only where accesses are widest and narrowest."""
+    dtype, width = traits.problem.dtype, access_bytes(traits)
+    itemsize = ITEMSIZE[dtype]
+    return traits.backward, traits.tile, dtype if width in (16, itemsize) else itemsize, width
+
+
+def cases_of(arch_name):
+    arch = resolve_arch(arch_name, None)
+    every = list(candidates(arch))
+    cases = [select_traits(problem, arch, is_backward) for problem in MODEL for is_backward in (False, True)]
+    cases += most_demanding(every, full_kind if arch_name in FULL else lambda t: (t.backward, t.tile))
+    with_atomics = [replace(traits, deterministic=False) for traits in every if traits.backward]
+    cases += most_demanding(with_atomics, lambda t: (t.tile, access_bytes(t)) if arch_name in FULL else t.tile.resident)
+    return list(dict.fromkeys(cases))
+
+
+def label(arch_name, traits):
+    problem = traits.problem
+    direction = "forward" if not traits.backward else "backward" if traits.deterministic else "backward_atomic"
+    return f"{arch_name}-{direction}-{problem.dtype}-r{problem.ratio}c{problem.coff}d{problem.head_dim}"
+
+
+CASES = [
+    pytest.param(arch_name, traits, id=label(arch_name, traits))
+    for arch_name in (*FULL, *REDUCED)
+    for traits in cases_of(arch_name)
+]
+
+
+@pytest.mark.parametrize(("arch_name", "traits"), CASES)
+def test_machine_code(arch_name, traits):
+    build = (backward if traits.backward else forward).build(traits)
+    binary = sass.compile_binary(build, arch_name)
+    assert len(binary.kernels) == (2 if traits.backward else 1)
+    for code in binary.kernels.values():
+        check_nothing_is_slow(code)
+    (code,) = (code for code in binary.kernels.values() if code.count("MUFU.EX2"))
+    check_it_fits(traits, code, max(binary.launch_smem_bytes))
+    check_copies(traits, code)
+    check_stores_and_atomics(traits, code)
+    assert code.count("MUFU.EX2") == exponentials(traits)
+
+
+def check_nothing_is_slow(code):
+    """No spills, no local memory, no double precision, and no tensor-core instruction, as nothing here is a matrix product."""
+    assert (code.stack_bytes, code.local_bytes) == (0, 0)
+    for pattern in ("STL|LDL", r"D(ADD|MUL|FMA|SETP|MNMX)\b|.*\.F64", "HMMA|HGMMA|IMMA|DMMA|UTC.*MMA"):
+        assert not code.matching(pattern)
+
+
+def check_it_fits(traits, code, smem_bytes):
+    """As many CTAs as the tile says fit an SM, and the shared memory is what `select_traits` reckons with."""
+    per_thread = -(-code.registers // REGISTER_GRANULE) * REGISTER_GRANULE
+    assert code.registers <= 255
+    assert per_thread * WARP * traits.tile.num_warps * traits.tile.ctas_per_sm <= REGISTERS_PER_SM, code.registers
+    assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes
+
+
+def check_copies(traits, code):
+    """Windows are copied past the registers with the widest access; cp.async has none of 2 bytes."""
+    modifiers = {16: r"\.BYPASS(\.\w+)?\.128$", 8: r"(\.\w+)?\.64$", 4: r"(\.LTC\w+)?$", 2: None}[access_bytes(traits)]
+    copies = code.count("LDGSTS")
+    assert (copies > 0) == (modifiers is not None)
+    assert modifiers is None or code.count(rf"LDGSTS\.E{modifiers}") == copies, code.matching("LDGSTS")
+
+
+def check_stores_and_atomics(traits, code):
+    """Each lane stores its columns of a row at once if they are whole runs; only the atomic backward adds to memory."""
+    problem, cols = traits.problem, traits.tile.cols_per_lane
+    itemsize = ITEMSIZE[problem.dtype]
+    run = cols if problem.vector_elems % cols == 0 else 1
+    runs = (2 * traits.slots if traits.backward else 1) * (cols // run)
+    stores = Counter({run * itemsize: runs})
+    sums = traits.slots * cols if traits.backward else 0
+    if traits.backward:
+        stores[access_bytes(traits)] += 2 * problem.coff  # zeros for what no window reads
+    if traits.backward and traits.deterministic:
+        stores[4] += sums if traits.tile.resident else 2 * sums  # sums that do not stay in registers are zeroed first
+    opcodes = {2: "STG.E.U16", 4: "STG.E", 8: "STG.E.64", 16: "STG.E.128"}
+    assert code.matching("STG") == {opcodes[width]: count for width, count in stores.items()}
+    assert code.count(ATOMICS) == (0 if traits.deterministic else sums), code.matching(ATOMICS)
+
+
+def exponentials(traits):
+    """One for each entry and column; where warps share a window, one more for each of their parts."""
+    tile = traits.tile
+    count = traits.slots * tile.cols_per_lane
+    if not tile.split_window:
+        return count
+    joined = tile.num_warps * tile.cols_per_lane
+    if not traits.backward:
+        return count + joined
+    return count + joined + (tile.cols_per_lane if tile.resident else count)

@@ -1,0 +1,279 @@
+"""How the compressor's work is cut into tiles, on the facts of five GPUs and over every ratio. No GPU, nothing compiled.
+
+The positions of warps, lanes and copies are those that the kernel itself computes: `WindowStream` runs here on plain integers.
+"""
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+
+from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec, UnsupportedError
+from cuteforge.csa.compressor import config
+from cuteforge.csa.compressor.config import (
+    ITEMSIZE,
+    WARP,
+    Problem,
+    Tile,
+    Traits,
+    select_traits,
+    why_not,
+    workspace_bytes,
+)
+from cuteforge.csa.compressor.pooling import Fast
+from cuteforge.csa.compressor.window import WindowStream
+from cuteforge.runtime.arch import resolve_arch
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+SMALL_SMEM = ("sm_89", "sm_120a")  # 99 KB of shared memory a CTA, the others have 163 KB or more
+RATIOS = range(1, config.MAX_RATIO + 1)
+HEAD_DIMS = (1, 7, 65, 96, 128, 510, 512, 576, 4096)
+MAX_THREADS_PER_SM = 1536  # the least of the five GPUs
+PROBLEMS = [Problem(*facts) for facts in itertools.product(ITEMSIZE, HEAD_DIMS, RATIOS, (1, 2))]
+
+
+@functools.cache
+def selection(arch_name):
+    """(problem, traits or the refusal) of every problem in both directions."""
+    arch = resolve_arch(arch_name, None)
+    return [(problem, _select(problem, arch, backward)) for backward in (False, True) for problem in PROBLEMS]
+
+
+def _select(problem, arch, backward):
+    try:
+        return select_traits(problem, arch, backward)
+    except UnsupportedError as refusal:
+        return refusal
+
+
+def selected(arch_name):
+    return [traits for _, traits in selection(arch_name) if isinstance(traits, Traits)]
+
+
+@functools.cache
+def distinct(*facts):
+    """One selected `Traits` for each combination of the given facts, over all GPUs."""
+    found = {}
+    for arch_name in ARCHS:
+        for traits in selected(arch_name):
+            found.setdefault(tuple(_fact(traits, fact) for fact in facts), traits)
+    return list(found.values())
+
+
+def _fact(traits, name):
+    return getattr(traits if hasattr(traits, name) else traits.problem, name)
+
+
+each_arch = pytest.mark.parametrize("arch_name", ARCHS)
+
+
+def smem_of_kernel(traits):
+    """Bytes that the kernel allocates: `WindowStream._allocate` and `PartExchange`."""
+    tile, itemsize = traits.tile, ITEMSIZE[traits.problem.dtype]
+    lines = 2 * traits.slots + (1 if traits.backward else 0)
+    rings = tile.num_warps * tile.num_stages * lines * traits.chunk_cols * itemsize
+    parts = 2 * tile.num_warps * 3 * WARP * tile.cols_per_lane * 4 if tile.split_window else 0
+    return rings + 4 * tile.num_stages * tile.num_warps + parts
+
+
+@each_arch
+def test_selected_tile_fits_a_cta_and_an_sm(arch_name):
+    arch = resolve_arch(arch_name, None)
+    for traits in selected(arch_name):
+        tile = traits.tile
+        assert smem_of_kernel(traits) <= traits.smem_bytes <= arch.smem_bytes_per_cta, traits
+        assert tile.ctas_per_sm * (smem_of_kernel(traits) + 1024) <= arch.smem_bytes_per_sm, traits
+        assert tile.num_warps * WARP <= 1024 and tile.num_warps * WARP * tile.ctas_per_sm <= MAX_THREADS_PER_SM, traits
+
+
+@each_arch
+def test_windows_of_the_bitwise_ratios_and_only_they_stay_in_one_warp(arch_name):
+    for traits in selected(arch_name):
+        assert traits.tile.split_window == (traits.problem.ratio > 16), traits
+        assert not traits.tile.split_window or traits.tile.num_warps % traits.problem.coff == 0, traits
+
+
+@each_arch
+def test_only_long_fp32_windows_on_small_shared_memory_are_refused(arch_name):
+    refused = {problem for problem, traits in selection(arch_name) if isinstance(traits, UnsupportedError)}
+    if arch_name not in SMALL_SMEM:
+        assert not refused
+    assert all(problem.dtype == "float32" and problem.window > 256 for problem in refused), refused
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_refusal_names_ratio_window_and_gpu(backward):
+    with pytest.raises(UnsupportedError, match=r"^ratio: .*512 float32 entries.*sm_89.*bytes of shared memory"):
+        select_traits(Problem("float32", 128, 256, 2), resolve_arch("sm_89", None), backward)
+
+
+def stream(traits, warp=0, lane=0, bidx=0, groups=1):
+    """A `WindowStream` on integers, as far as the places of its warp and lane go. The address of a column is its number."""
+    window = WindowStream.__new__(WindowStream)
+    window.traits, window.warp, window.lane = traits, warp, lane
+    window.inputs = (SimpleNamespace(column=lambda col: col),)
+    window._place(bidx, groups * traits.num_chunks)
+    return window
+
+
+def test_every_window_entry_belongs_to_one_slot_of_one_warp():
+    for traits in distinct("tile", "ratio", "coff"):
+        problem, split = traits.problem, traits.tile.split_window
+        wanted = set(itertools.product(range(problem.coff), range(problem.ratio)))
+        streams = [stream(traits, warp) for warp in range(traits.tile.num_warps if split else 1)]
+        places = [window.position(slot) for window in streams for slot in range(traits.slots)]
+        entries = [(block, place) for block, place in places if place < problem.ratio]
+        assert len(entries) == len(wanted) and set(entries) == wanted, traits
+        assert (len(places) > len(entries)) == traits.has_spare_slots, traits
+
+
+def test_every_column_belongs_to_one_lane():
+    for traits in distinct("tile", "head_dim"):
+        cols, d = traits.tile.cols_per_lane, traits.problem.head_dim
+        lanes = itertools.product(range(traits.num_chunks), range(WARP))
+        owned = [stream(traits, lane=lane, bidx=chunk).col + c for chunk, lane in lanes for c in range(cols)]
+        assert sorted(owned) == list(range(traits.num_chunks * traits.chunk_cols)), traits
+        assert (traits.num_chunks - 1) * traits.chunk_cols < d <= len(owned), traits
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 1000])
+@pytest.mark.parametrize("run_log2", [0, 3])
+def test_every_row_belongs_to_one_row_lane_of_each_chunk(num_rows, run_log2):
+    for traits in distinct("num_chunks", "rows_per_cta"):
+        if traits.num_chunks <= 3:
+            taken = Counter()
+            for bidx, warp in itertools.product(range(5 * traits.num_chunks), range(traits.rows_per_cta)):
+                window = stream(traits, warp, bidx=bidx, groups=5)
+                window._share_rows(num_rows, run_log2)
+                taken.update((window.chunk_col, window.row(step)) for step in range(window.count))
+            columns = range(0, traits.num_chunks * traits.chunk_cols, traits.chunk_cols)
+            assert taken == Counter(itertools.product(columns, range(num_rows))), traits
+
+
+def test_every_element_is_copied_once_to_where_it_is_read():
+    for traits in distinct("tile", "slots", "vector_elems", "coff", "has_spare_slots", "num_chunks")[::3]:
+        check_copies(traits, warp=traits.tile.num_warps - 1, chunk=traits.num_chunks - 1)
+
+
+def check_copies(traits, warp, chunk):
+    """The last chunk may have columns past the last one, the last warp entries past the last one."""
+    problem, elems, copies = traits.problem, traits.problem.vector_elems, Counter()
+    window = stream(traits, warp, bidx=chunk)
+    for window.lane in range(WARP):
+        for part in range(traits.copy_rounds):
+            if window.lane + part * WARP < traits.runs_per_window:
+                entry, offset, exists, (column,) = window._copy_lane(part)
+                copies[entry, column, offset] += exists
+    wanted = Counter()
+    for slot in range(traits.slots):
+        block, place = window.position(slot)
+        for col in range(0, min(traits.chunk_cols, problem.head_dim - window.chunk_col), elems):
+            column = block * problem.head_dim + window.chunk_col + col
+            key = (block * problem.ratio + place, column, slot * traits.chunk_cols + col)
+            wanted[key] += place < problem.ratio
+    assert +copies == +wanted, traits
+
+
+def test_copies_of_the_widest_access_never_cross_a_chunk_or_the_last_column():
+    for traits in distinct("tile", "vector_elems", "head_dim", "dtype"):
+        problem = traits.problem
+        assert traits.chunk_cols % problem.vector_elems == 0 and problem.head_dim % problem.vector_elems == 0, traits
+        assert problem.vector_elems * ITEMSIZE[problem.dtype] <= 16, traits
+
+
+def test_rings_hold_the_sums_that_the_warps_join():
+    for traits in distinct("tile", "slots", "dtype", "backward"):
+        if traits.backward and traits.rows_per_cta > 1:
+            sums = traits.rows_per_cta * traits.slots * traits.chunk_cols
+            assert sums * 4 <= traits.ring_elems * ITEMSIZE[traits.problem.dtype], traits
+
+
+def test_weights_of_the_longest_window_cannot_overflow_their_sum():
+    assert 2 * config.MAX_RATIO * 2.0**Fast.LOG2_SCALE <= 1
+
+
+@each_arch
+def test_relaxed_tiles_end_at_the_smallest_and_never_take_more(arch_name):
+    for traits in selected(arch_name)[::97]:
+        start = replace(traits.tile, ctas_per_sm=4, num_stages=4, cols_per_lane=4)
+        tiles = list(itertools.islice(config._relaxed(start), 100))
+        assert tiles[0] == start and tiles[-1] == replace(start, ctas_per_sm=1, num_stages=1, cols_per_lane=1)
+        taken = [tile.ctas_per_sm * replace(traits, tile=tile).smem_bytes for tile in tiles]
+        assert taken == sorted(set(taken), reverse=True), traits
+
+
+def test_first_tile_that_fits_is_taken():
+    problem, roomy = Problem("bfloat16", 512, 4, 2), resolve_arch("sm_90a", None)
+    best = select_traits(problem, roomy, False)
+    assert best.tile == config._forward_tile(problem)
+    one_less = replace(roomy, smem_bytes_per_sm=4 * (best.smem_bytes + 1024) - 1)
+    assert select_traits(problem, one_less, False).tile == replace(best.tile, ctas_per_sm=3)
+    exact = replace(roomy, smem_bytes_per_sm=4 * (best.smem_bytes + 1024), smem_bytes_per_cta=best.smem_bytes)
+    assert select_traits(problem, exact, False) == best
+
+
+def test_why_not_says_what_a_tile_takes_and_what_there_is():
+    arch = resolve_arch("sm_90a", None)
+    traits = Traits(Problem("float32", 128, 4, 2), Tile(8, 2, 2, 1))
+    taken = traits.smem_bytes
+    assert why_not(traits, replace(arch, smem_bytes_per_cta=taken)) is None
+    cta = why_not(traits, replace(arch, smem_bytes_per_cta=taken - 1))
+    assert "Tile(" in cta and f"{taken} bytes of shared memory a CTA, there are {taken - 1}" in cta
+    twice = replace(traits, tile=replace(traits.tile, ctas_per_sm=2))
+    sm = why_not(twice, replace(arch, smem_bytes_per_cta=taken, smem_bytes_per_sm=2 * taken))
+    assert f"{2 * (taken + 1024)} bytes of shared memory an SM, there are {2 * taken}" in sm
+
+
+def test_traits_are_equal_exactly_where_their_reprs_are():
+    every = [traits for arch_name in ARCHS for traits in selected(arch_name)]
+    reprs = {}
+    for traits in set(every):
+        assert reprs.setdefault(repr(traits), traits) == traits
+    assert len(reprs) == len(set(every))
+    text = repr(every[0])
+    for part in (Traits, Problem, Tile):
+        assert all(f"{field.name}=" in text for field in fields(part)), part
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_key_holds_no_sizes_and_no_pitches(backward):
+    arch = resolve_arch("sm_90a", None)
+
+    def key(tokens, segments, rows, pitch):
+        kv = TensorSpec((tokens, 256), "bfloat16", (pitch, 1))
+        ape, offsets = TensorSpec((4, 256), "float32"), TensorSpec((segments + 1,), "int32")
+        pooled = TensorSpec((rows, 128), "bfloat16")
+        results = (pooled, kv, kv, ape) if backward else (pooled,)
+        op = (CSACompressorBackward if backward else CSACompressorForward)(kv, kv, ape, offsets, offsets, *results)
+        op.check_support()
+        return op._kernel_key(op.dims, arch)
+
+    assert len({key(64, 3, 16, 256), key(10**6, 1, 0, 264), key(4, 10**5, 1, 2**20)}) == 1
+
+
+@each_arch
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_only_the_backward_of_sm90_and_up_launches_its_kernels_overlapped(arch_name, backward):
+    for deterministic in (False, True):
+        traits = select_traits(PROBLEMS[0], resolve_arch(arch_name, None), backward, deterministic)
+        assert traits.deterministic == deterministic and traits.backward == backward
+        assert traits.dependent_launch == (backward and arch_name not in ("sm_80", "sm_89"))
+
+
+def test_workspace_grows_with_the_ctas_and_holds_at_least_one_group():
+    for traits in distinct("tile", "window", "head_dim")[::7]:
+        group = 4 * traits.problem.window * traits.problem.head_dim
+        sizes = [workspace_bytes(traits, num_ctas) for num_ctas in range(0, 1000, 37)]
+        assert sizes == sorted(sizes) and sizes[0] == group, traits
+        # `row_plan` launches so many groups at most
+        assert workspace_bytes(traits, 999) == max(999 // traits.num_chunks, 1) * group, traits
+
+
+def test_workspace_stays_below_64_mib_at_the_head_dim_of_the_model():
+    arch = resolve_arch("sm_90a", None)
+    for traits in selected("sm_90a"):
+        if traits.backward and traits.problem.head_dim == 512:
+            assert workspace_bytes(traits, config.max_ctas(traits, arch)) <= 64 * 2**20, traits

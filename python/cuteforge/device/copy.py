@@ -68,8 +68,9 @@ def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, policy):
         if cutlass.const_expr(policy is None):
             cute.arch.inline_ptx(f"{instruction} [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=args)
         else:
+            # with a policy the assembler no longer adds the fetch of whole lines by itself
             operands = f"[{{$r0}}], [{{$r1}}], {size}, {{$r2}}, {{$r3}};"
-            cute.arch.inline_ptx(f"{instruction}.L2::cache_hint {operands}", read_only_args=[*args, policy])
+            cute.arch.inline_ptx(f"{instruction}.L2::cache_hint.L2::128B {operands}", read_only_args=[*args, policy])
 
 
 @cute.jit
@@ -94,10 +95,11 @@ def store_run(rows: Rows, address: Int64, values, col: Int32, limit: int, whole:
 def load_fp32(run: cute.Tensor) -> list:
     """The elements of a run in fp32."""
     count = cute.size(run)
-    if count == 2 and run.element_type is cutlass.BFloat16:
-        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of the second takes two
-        word = cute.recast_tensor(run, cutlass.Uint32)[0]
-        return [_as_fp32(word << cutlass.Uint32(16)), _as_fp32(word & cutlass.Uint32(0xFFFF0000))]
+    if count % 2 == 0 and run.element_type is cutlass.BFloat16:
+        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of every second one takes two
+        words = cute.recast_tensor(run, cutlass.Uint32).load()
+        halves = [(words[i] << cutlass.Uint32(16), words[i] & cutlass.Uint32(0xFFFF0000)) for i in range(count // 2)]
+        return [_as_fp32(half) for pair in halves for half in pair]
     values = run.load().to(cutlass.Float32)
     return [values[i] for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""Python objects inside traced loops."""
+"""What the tracer is told about the Python objects of a kernel."""
 
 
 class TraceConstant:
@@ -13,3 +13,16 @@ class TraceConstant:
 
     def __new_from_mlir_values__(self, values):
         return self
+
+
+def named_kernel(name: str):
+    """Class decorator: profilers and disassemblies show the class's `kernel` as `name`, with a number.
+
+    The generated name spells out every operand, and "cutlass" in it has made an assembler spill (NVIDIA/cutlass#3389).
+    """
+
+    def rename(cls):
+        cls.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        return cls
+
+    return rename

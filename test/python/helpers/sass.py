@@ -64,7 +64,7 @@ def disassemble(cubin: bytes) -> dict[str, KernelCode]:
         path = Path(directory) / "kernels.cubin"
         path.write_bytes(cubin)
         usage = _run("nvidia-cuda-cuobjdump", "cuobjdump", "-res-usage", path)
-        listing = _run("nvidia-cuda-nvdisasm", "nvdisasm", "-c", path)
+        listing = _run("nvidia-cuda-nvdisasm", "nvdisasm", "-c", "-ndf", path)
     heads = list(_SECTION.finditer(listing))
     ends = [head.start() for head in heads[1:]] + [len(listing)]
     opcodes = {head[1]: Counter(_INSTRUCTION.findall(listing, head.end(), end)) for head, end in zip(heads, ends)}

@@ -1,6 +1,6 @@
 """How the compressor's work is cut into tiles, on the facts of five GPUs and over every ratio. No GPU, nothing compiled.
 
-The positions of warps, lanes and copies are those that the kernel itself computes: `WindowStream` runs here on plain integers.
+What is whose, and what is copied where, is what the kernel itself says: its `RowLane` and `WindowStream` run here on plain integers.
 """
 
 import functools
@@ -10,9 +10,10 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+from cutlass import cute
 
 from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec, UnsupportedError
-from cuteforge.csa.compressor import config
+from cuteforge.csa.compressor import config, window
 from cuteforge.csa.compressor.config import (
     ITEMSIZE,
     WARP,
@@ -24,7 +25,7 @@ from cuteforge.csa.compressor.config import (
     workspace_bytes,
 )
 from cuteforge.csa.compressor.pooling import Fast
-from cuteforge.csa.compressor.window import WindowStream
+from cuteforge.csa.compressor.row_lanes import RowLane
 from cuteforge.runtime.arch import resolve_arch
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -110,71 +111,86 @@ def test_refusal_names_ratio_window_and_gpu(backward):
         select_traits(Problem("float32", 128, 256, 2), resolve_arch("sm_89", None), backward)
 
 
-def stream(traits, warp=0, lane=0, bidx=0, groups=1):
-    """A `WindowStream` on integers, as far as the places of its warp and lane go. The address of a column is its number."""
-    window = WindowStream.__new__(WindowStream)
-    window.traits, window.warp, window.lane = traits, warp, lane
-    window.inputs = (SimpleNamespace(column=lambda col: col),)
-    window._place(bidx, groups * traits.num_chunks)
-    return window
+@pytest.fixture
+def stream(monkeypatch):
+    """Makes the `WindowStream` of one lane on plain integers; the address of a column is its number."""
+    here = SimpleNamespace()
+    monkeypatch.setattr(cute.arch, "thread_idx", lambda: (here.thread, 0, 0))
+    monkeypatch.setattr(cute.arch, "block_idx", lambda: (here.cta, 0, 0))
+    monkeypatch.setattr(cute.arch, "grid_dim", lambda: (here.num_ctas, 1, 1))
+    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda warp: warp)
+    monkeypatch.setattr(window, "Rows", lambda tensor: SimpleNamespace(column=lambda col: col))
+    monkeypatch.setattr(window, "evict_first_policy", lambda: None)
+    monkeypatch.setattr(window.WindowStream, "_allocate", lambda self, smem, dtype: None)
+    tensor = SimpleNamespace(shape=(1,), element_type=None)
+
+    def make(traits, warp=0, lane=0, cta=0, groups=1, num_rows=0, run_log2=0):
+        here.thread, here.cta, here.num_ctas = warp * WARP + lane, cta, groups * traits.num_chunks
+        return window.WindowStream(RowLane(traits, tensor, tensor, 0, num_rows, run_log2), None, tensor, tensor)
+
+    return make
 
 
-def test_every_window_entry_belongs_to_one_slot_of_one_warp():
+def test_every_window_entry_belongs_to_one_slot_of_one_warp(stream):
     for traits in distinct("tile", "ratio", "coff"):
         problem, split = traits.problem, traits.tile.split_window
         wanted = set(itertools.product(range(problem.coff), range(problem.ratio)))
-        streams = [stream(traits, warp) for warp in range(traits.tile.num_warps if split else 1)]
-        places = [window.position(slot) for window in streams for slot in range(traits.slots)]
+        warps = [stream(traits, warp) for warp in range(traits.tile.num_warps if split else 1)]
+        places = [warp.position(slot) for warp in warps for slot in range(traits.slots)]
         entries = [(block, place) for block, place in places if place < problem.ratio]
         assert len(entries) == len(wanted) and set(entries) == wanted, traits
         assert (len(places) > len(entries)) == traits.has_spare_slots, traits
 
 
-def test_every_column_belongs_to_one_lane():
-    for traits in distinct("tile", "head_dim"):
+def test_every_column_belongs_to_one_lane(stream):
+    for traits in distinct("chunk_cols", "head_dim"):
         cols, d = traits.tile.cols_per_lane, traits.problem.head_dim
         lanes = itertools.product(range(traits.num_chunks), range(WARP))
-        owned = [stream(traits, lane=lane, bidx=chunk).col + c for chunk, lane in lanes for c in range(cols)]
+        owned = [stream(traits, lane=lane, cta=chunk).col + c for chunk, lane in lanes for c in range(cols)]
         assert sorted(owned) == list(range(traits.num_chunks * traits.chunk_cols)), traits
         assert (traits.num_chunks - 1) * traits.chunk_cols < d <= len(owned), traits
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 1000])
 @pytest.mark.parametrize("run_log2", [0, 3])
-def test_every_row_belongs_to_one_row_lane_of_each_chunk(num_rows, run_log2):
-    for traits in distinct("num_chunks", "rows_per_cta"):
+def test_every_row_belongs_to_one_row_lane_of_each_chunk(stream, num_rows, run_log2):
+    groups = 5
+    for traits in distinct("num_chunks", "rows_per_cta", "chunk_cols"):
         if traits.num_chunks <= 3:
             taken = Counter()
-            for bidx, warp in itertools.product(range(5 * traits.num_chunks), range(traits.rows_per_cta)):
-                window = stream(traits, warp, bidx=bidx, groups=5)
-                window._share_rows(num_rows, run_log2)
-                taken.update((window.chunk_col, window.row(step)) for step in range(window.count))
+            for cta, warp in itertools.product(range(groups * traits.num_chunks), range(traits.rows_per_cta)):
+                lane = stream(traits, warp, 0, cta, groups, num_rows, run_log2)
+                taken.update((lane.chunk_col, lane.rows.row(step)) for step in range(lane.rows.count))
             columns = range(0, traits.num_chunks * traits.chunk_cols, traits.chunk_cols)
             assert taken == Counter(itertools.product(columns, range(num_rows))), traits
 
 
-def test_every_element_is_copied_once_to_where_it_is_read():
-    for traits in distinct("tile", "slots", "vector_elems", "coff", "has_spare_slots", "num_chunks")[::3]:
-        check_copies(traits, warp=traits.tile.num_warps - 1, chunk=traits.num_chunks - 1)
+def test_every_element_is_copied_once_to_where_it_is_read(stream):
+    """In the last warp and column chunk, which may have entries and columns past the last one."""
+    for traits in distinct("tile", "slots", "vector_elems", "coff", "has_spare_slots", "num_chunks")[::7]:
+        lanes = [stream(traits, traits.tile.num_warps - 1, lane, traits.num_chunks - 1) for lane in range(WARP)]
+        assert copies_made(traits, lanes) == copies_wanted(traits, lanes[0]), traits
 
 
-def check_copies(traits, warp, chunk):
-    """The last chunk may have columns past the last one, the last warp entries past the last one."""
-    problem, elems, copies = traits.problem, traits.problem.vector_elems, Counter()
-    window = stream(traits, warp, bidx=chunk)
-    for window.lane in range(WARP):
-        for part in range(traits.copy_rounds):
-            if window.lane + part * WARP < traits.runs_per_window:
-                entry, offset, exists, (column,) = window._copy_lane(part)
-                copies[entry, column, offset] += exists
-    wanted = Counter()
+def copies_made(traits, lanes):
+    """How often each (token of the window, column, place in the ring) is copied."""
+    made = Counter()
+    for lane in lanes:
+        for part, (entry, offset, exists, columns) in enumerate(lane.copies):
+            if exists and lane.lane + part * WARP < traits.runs_per_window:
+                made[entry, columns[0], offset] += 1
+    return made
+
+
+def copies_wanted(traits, lane):
+    problem, wanted = traits.problem, Counter()
     for slot in range(traits.slots):
-        block, place = window.position(slot)
-        for col in range(0, min(traits.chunk_cols, problem.head_dim - window.chunk_col), elems):
-            column = block * problem.head_dim + window.chunk_col + col
-            key = (block * problem.ratio + place, column, slot * traits.chunk_cols + col)
-            wanted[key] += place < problem.ratio
-    assert +copies == +wanted, traits
+        block, place = lane.position(slot)
+        if place < problem.ratio:
+            for col in range(0, min(traits.chunk_cols, problem.head_dim - lane.chunk_col), problem.vector_elems):
+                column = block * problem.head_dim + lane.chunk_col + col
+                wanted[block * problem.ratio + place, column, slot * traits.chunk_cols + col] += 1
+    return wanted
 
 
 def test_copies_of_the_widest_access_never_cross_a_chunk_or_the_last_column():

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, cute
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.window import WindowStream
 from cuteforge.device.segments import WARP
-from cuteforge.device.traced import TraceConstant
+from cuteforge.device.traced import TraceConstant, named_kernel
 
 
 class ApeSums(TraceConstant):
@@ -105,7 +105,7 @@ class ApeSums(TraceConstant):
 
     def _place(self, slot: int, c: int):
         block, place = self.window.position(slot)
-        return self.window.col + c, block * self.traits.problem.ratio + place, self.window.group
+        return self.window.col + c, block * self.traits.problem.ratio + place, self.window.rows.group
 
     def _exists(self, slot: int, c: int):
         problem = self.traits.problem
@@ -114,6 +114,7 @@ class ApeSums(TraceConstant):
         return in_columns & (place < problem.ratio) if self.traits.has_spare_slots else in_columns
 
 
+@named_kernel("csa_compressor_ape_reduction")
 class ApeReduction:
     """Sum over the first groups of a (column, window entry, group) tensor in a fixed order; no groups gives 0."""
 

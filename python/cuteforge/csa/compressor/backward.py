@@ -17,13 +17,16 @@ from cuteforge.csa.compressor.ape_gradient import ApeReduction, ApeSums
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.fake_operands import backward_operands
 from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
-from cuteforge.csa.compressor.window import NO_ROW, WindowStream, launch_shape, row_plan
+from cuteforge.csa.compressor.row_lanes import NO_ROW, RowLane, launch_shape, row_plan
+from cuteforge.csa.compressor.window import WindowStream
 from cuteforge.csa.compressor.zero_fill import ZeroFill
 from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
+from cuteforge.device.traced import named_kernel
 from cuteforge.runtime.compile_cache import Build
 
 
+@named_kernel("csa_compressor_backward")
 class Backward:
     """The kernels for one `Traits`. `with_workspace` and `with_atomics` are the two host entries."""
 
@@ -119,15 +122,16 @@ class Backward:
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         tile = self.traits.tile
-        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, mGradOut, mGradOut.shape[0], run_log2)
+        rows = RowLane(self.traits, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], run_log2)
+        window = WindowStream(rows, smem, mKV, mScore, mGradOut)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
         outputs = (Rows(mGradKV), Rows(mGradScore))
         ape = window.load_ape(mApe)
         state = window.start()
-        ZeroFill(self.traits.problem, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], outputs).run(*window.grid_warp())
+        ZeroFill(rows, mGradOut.shape[0], outputs).run()
         sums = ApeSums(window, mSums)
         stage = Int32(0)
-        for step in cutlass.range(window.count, unroll=1):
+        for step in cutlass.range(rows.count, unroll=1):
             state = window.advance(step, stage, state)
             gradients = self._gradients(window, exchange, ape, stage, step)
             self._store(window, outputs, sums, window.sCode[stage], gradients)

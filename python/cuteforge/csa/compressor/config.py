@@ -50,10 +50,10 @@ class Problem:
 class Tile:
     """How a CTA works.
 
-    A warp owns ``32 * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the window of each row into its
+    A warp owns ``active_lanes * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the window of each row into its
     own ring of ``num_stages`` shared-memory slots. With ``split_window`` the warps of a CTA share the window of one row instead.
     ``resident`` keeps ape for the whole kernel, and the weights of a window between the two passes over it, in registers; otherwise ape is
-    read and the weights are computed each time.
+    read and the weights are computed each time. Fewer ``active_lanes`` than 32 are for windows that no ring would hold otherwise.
     """
 
     num_warps: int
@@ -62,6 +62,7 @@ class Tile:
     ctas_per_sm: int
     split_window: bool = False
     resident: bool = True
+    active_lanes: int = WARP
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Traits:
     @property
     def chunk_cols(self) -> int:
         """Columns that one warp handles."""
-        return WARP * self.tile.cols_per_lane
+        return self.tile.active_lanes * self.tile.cols_per_lane
 
     @property
     def runs_per_entry(self) -> int:
@@ -135,7 +136,7 @@ class Traits:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: rings, row codes, and the parts of a split window (max, sum, mean; two buffers)."""
         codes = self.tile.num_warps * self.tile.num_stages * 4
-        parts = 2 * 3 * self.tile.num_warps * self.chunk_cols * 4 if self.tile.split_window else 0
+        parts = 2 * 3 * self.tile.num_warps * WARP * self.tile.cols_per_lane * 4 if self.tile.split_window else 0
         return self.ring_elems * ITEMSIZE[self.problem.dtype] + codes + parts + SMEM_ALIGNMENT
 
 
@@ -222,5 +223,7 @@ def _relaxed(tile: Tile) -> Iterator[Tile]:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.cols_per_lane > 1:
             tile = replace(tile, cols_per_lane=tile.cols_per_lane // 2)
+        elif tile.split_window and tile.active_lanes == WARP:
+            tile = replace(tile, active_lanes=WARP // 2)
         else:
             return

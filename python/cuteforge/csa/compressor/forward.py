@@ -11,11 +11,14 @@ from cutlass.cute.runtime import make_fake_stream
 from cuteforge.csa.compressor.config import Traits
 from cuteforge.csa.compressor.fake_operands import forward_operands
 from cuteforge.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
-from cuteforge.csa.compressor.window import WindowStream, launch_shape, row_plan
+from cuteforge.csa.compressor.row_lanes import RowLane, launch_shape, row_plan
+from cuteforge.csa.compressor.window import WindowStream
 from cuteforge.device.copy import Rows
+from cuteforge.device.traced import named_kernel
 from cuteforge.runtime.compile_cache import Build
 
 
+@named_kernel("csa_compressor_forward")
 class Forward:
     """The kernel for one `Traits`; calling it launches."""
 
@@ -54,20 +57,21 @@ class Forward:
     ):
         smem = cutlass.memory.SmemAllocator()
         split_window = self.traits.tile.split_window
-        window = WindowStream(self.traits, smem, mKV, mScore, mCu, mCuComp, None, mOut.shape[0], run_log2)
+        rows = RowLane(self.traits, mCu, mCuComp, mKV.shape[0], mOut.shape[0], run_log2)
+        window = WindowStream(rows, smem, mKV, mScore)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
         out = Rows(mOut)
         ape = window.load_ape(mApe)
         state = window.start()
         stage = Int32(0)
-        for step in cutlass.range(window.count, unroll=1):
+        for step in cutlass.range(rows.count, unroll=1):
             state = window.advance(step, stage, state)
             parts = pool_part(window, ape, stage, self.arithmetic, empty_is_nan=not split_window)
             if cutlass.const_expr(split_window):
                 self._join_and_store(window, exchange, parts, out, step)
             else:
                 window.store(
-                    out, window.row(step), 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts]
+                    out, window.rows.row(step), 0, [part.mean(self.arithmetic, empty_is_nan=True) for part in parts]
                 )
             stage = window.next_stage(stage)
 
@@ -80,7 +84,9 @@ class Forward:
         """The warps take turns at joining the parts of a row."""
         if window.warp == step % self.traits.tile.num_warps:
             cols = range(self.traits.tile.cols_per_lane)
-            window.store(out, window.row(step), 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols])
+            window.store(
+                out, window.rows.row(step), 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols]
+            )
 
 
 def build(traits: Traits) -> Build:

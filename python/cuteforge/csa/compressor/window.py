@@ -10,70 +10,32 @@ from collections.abc import Callable
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.csa.compressor.config import Traits
+from cuteforge.csa.compressor.row_lanes import NO_ROW, RowLane
 from cuteforge.device.copy import Rows, copy_or_zero, evict_first_policy, load_fp32, smem_run, store_run
 from cuteforge.device.math import select
-from cuteforge.device.segments import WARP, warp_bracket
+from cuteforge.device.segments import WARP
 from cuteforge.device.traced import TraceConstant
-
-NO_ROW = -(2**31)  # row code of a row that has no block of its own
-ROW_LIMIT = 2**31 - 1
-MAX_RUN_LOG2 = 3
 
 
 class WindowStream(TraceConstant):
-    """The windows of this warp's rows. Holds values of the trace that never change; what the row loop changes is passed in and out."""
+    """The windows of this warp's rows, in its columns. What the row loop changes, the segment state and the ring slot, is passed in and out."""
 
-    def __init__(self, traits: Traits, smem, mKV, mScore, mCu, mCuComp, mGradOut, num_rows, run_log2):
-        self.traits = traits
-        self.mCu, self.mCuComp = mCu, mCuComp
-        self.num_tokens = mKV.shape[0]
-        self.num_segments = mCu.shape[0] - 1
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
-        self.lane = tidx % WARP
-        self.warp = cute.arch.make_warp_uniform(tidx // WARP)
-        self._place(bidx, gdim)
-        self._share_rows(num_rows, run_log2)
+    def __init__(self, rows: RowLane, smem, mKV, mScore, mGradOut=None):
+        traits = rows.traits
+        self.traits, self.rows = traits, rows
+        self.lane, self.warp = rows.lane, rows.warp
+        self.chunk_col = rows.chunk * traits.chunk_cols
+        self.col = self.chunk_col + self.lane * traits.tile.cols_per_lane
+        if traits.tile.active_lanes < WARP:
+            self.col = select(self.lane < traits.tile.active_lanes, self.col, Int32(traits.problem.head_dim))
+        if traits.tile.split_window:
+            self.block = self.warp // traits.warps_per_block if traits.problem.coff == 2 else 0
+            self.first_place = self.warp % traits.warps_per_block * traits.slots
         self._allocate(smem, mKV.element_type)
         self.inputs = (Rows(mKV), Rows(mScore))
         self.policy = None if traits.backward else evict_first_policy()
         self.grad_out = Rows(mGradOut) if traits.backward else None
         self.copies = [self._copy_lane(part) for part in range(traits.copy_rounds)]
-
-    def _place(self, bidx, gdim) -> None:
-        """Which columns, rows and window entries are this warp's. The CTAs of a group have different columns of the same rows."""
-        traits = self.traits
-        self.chunk_col = bidx % traits.num_chunks * traits.chunk_cols
-        self.col = self.chunk_col + self.lane * traits.tile.cols_per_lane
-        self.group = bidx // traits.num_chunks
-        self.num_row_lanes = gdim // traits.num_chunks * traits.rows_per_cta
-        self.row_lane = self.group * traits.rows_per_cta
-        if traits.tile.split_window:
-            self.block = self.warp // traits.warps_per_block if traits.problem.coff == 2 else 0
-            self.first_place = self.warp % traits.warps_per_block * traits.slots
-        else:
-            self.row_lane += self.warp
-
-    def _share_rows(self, num_rows, run_log2) -> None:
-        """Runs of 2**run_log2 rows go to the lanes in turn."""
-        self.run_log2 = run_log2
-        full_runs = num_rows // (self.num_row_lanes << run_log2)
-        rest = num_rows - ((full_runs * self.num_row_lanes + self.row_lane) << run_log2)
-        self.count = (full_runs << run_log2) + cutlass.max(cutlass.min(rest, 1 << run_log2), 0)
-
-    def row(self, step):
-        """The row that this lane takes in its step `step`, out of `count`."""
-        run, place = step >> self.run_log2, step & ((1 << self.run_log2) - 1)
-        return ((run * self.num_row_lanes + self.row_lane) << self.run_log2) + place
-
-    def grid_warp(self):
-        """(number of this warp in the grid, warps of the grid, lane), for work that has nothing to do with rows."""
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
-        num_warps = self.traits.tile.num_warps
-        return bidx * num_warps + self.warp, gdim * num_warps, self.lane
 
     def _allocate(self, smem, dtype) -> None:
         tile = self.traits.tile
@@ -104,12 +66,12 @@ class WindowStream(TraceConstant):
         """
         num_stages = self.traits.tile.num_stages
         state = (Int32(0), Int32(0), Int32(0), Int32(0))
-        if num_stages > 1 and self.count > 0:
-            row = self.row(0)
-            guess = self._guess(row)
+        if num_stages > 1 and self.rows.count > 0:
+            row = self.rows.row(0)
+            guess = self.rows.guess(row)
             if guess != NO_ROW:
                 self._copy_window(guess, Int32(0))
-            code, *state = self._locate(row, *state)
+            code, *state = self.rows.locate(row, *state)
             state = tuple(state)
             if code != guess:
                 # two copies to one place are not ordered
@@ -119,20 +81,10 @@ class WindowStream(TraceConstant):
             self._copy_row(row, code, Int32(0))
         cute.arch.cp_async_commit_group()
         for stage in cutlass.range(1, num_stages - 1, unroll=1):
-            if stage < self.count:
-                state = self._issue(self.row(stage), stage, state)
+            if stage < self.rows.count:
+                state = self._issue(self.rows.row(stage), stage, state)
             cute.arch.cp_async_commit_group()
         return state
-
-    @cute.jit
-    def _guess(self, row: Int32) -> Int32:
-        """The code of a row if all segments before it were multiples of the ratio and it were not their first; NO_ROW past the tokens."""
-        problem = self.traits.problem
-        token = row * problem.ratio
-        code = Int32(NO_ROW)
-        if row >= problem.coff - 1 and row < self.num_tokens // problem.ratio:
-            code = token
-        return code
 
     @cute.jit
     def advance(self, step: Int32, stage: Int32, state):
@@ -143,7 +95,7 @@ class WindowStream(TraceConstant):
         num_stages = self.traits.tile.num_stages
         if cutlass.const_expr(num_stages == 1):
             cute.arch.sync_warp()
-            state = self._issue(self.row(step), stage, state)
+            state = self._issue(self.rows.row(step), stage, state)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
@@ -151,9 +103,9 @@ class WindowStream(TraceConstant):
             cute.arch.cp_async_wait_group(num_stages - 2)
             cute.arch.sync_warp()
             ahead = step + (num_stages - 1)
-            if ahead < self.count:
+            if ahead < self.rows.count:
                 free = select(stage == 0, Int32(num_stages - 1), stage - 1)
-                state = self._issue(self.row(ahead), free, state)
+                state = self._issue(self.rows.row(ahead), free, state)
             cute.arch.cp_async_commit_group()
         return state
 
@@ -163,7 +115,7 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def _issue(self, row: Int32, stage: Int32, state):
-        code, *state = self._locate(row, *state)
+        code, *state = self.rows.locate(row, *state)
         self._copy_located(code, stage)
         self._copy_row(row, code, stage)
         return tuple(state)
@@ -182,43 +134,6 @@ class WindowStream(TraceConstant):
         self.sCode[stage] = code
         if cutlass.const_expr(self.traits.backward):
             self._copy_grad_out(row, stage)
-
-    @cute.jit
-    def _locate(self, row: Int32, begin: Int32, end: Int32, token: Int32, blocks: Int32):
-        """Row code of `row`, and the segment state (rows begin..end, first token, number of blocks) for the next call.
-
-        The code is the first token t0 of the row's own block, or ~t0 for the first block of a segment. A row without a block (capacity
-        padding) pools the first tokens in the forward pass, and is NO_ROW in the backward pass.
-        """
-        if row >= end or row < begin:
-            begin, end, token, blocks = self._find_segment(row)
-        block = row - begin
-        code = Int32(NO_ROW if self.traits.backward else ~0)
-        # a damaged table can make the difference wrap to a negative number
-        if block >= 0 and block < blocks:
-            code = token + block * self.traits.problem.ratio
-            if block == 0:
-                code = ~code
-        return code, begin, end, token, blocks
-
-    @cute.jit
-    def _find_segment(self, row: Int32):
-        """State of the segment that holds `row`; outside every segment there are no blocks."""
-        segment, row_begin, row_end, token_begin, token_end = warp_bracket(
-            self.mCuComp, self.mCu, self.num_segments + 1, row, self.lane
-        )
-        begin = row
-        end = Int32(ROW_LIMIT)
-        token = token_begin
-        blocks = Int32(0)
-        if segment < self.num_segments:
-            end = row_end
-            if segment >= 0:
-                begin = row_begin
-                # blocks past the last token, and a segment that starts before the first, do not exist
-                if token >= 0:
-                    blocks = (cutlass.min(token_end, self.num_tokens) - token) // self.traits.problem.ratio
-        return begin, end, token, blocks
 
     @cute.jit
     def _copy_window(self, code: Int32, stage: Int32):
@@ -326,31 +241,3 @@ class WindowStream(TraceConstant):
                 value = mApe[place, block * problem.head_dim + self.col + c]
             columns.append(value)
         return columns
-
-
-def launch_shape(traits: Traits, groups) -> dict:
-    """Launch arguments of a kernel over windows. The register limit and the shared memory are such that `ctas_per_sm` CTAs fit."""
-    return {
-        "grid": (groups * traits.num_chunks, 1, 1),
-        "block": (WARP * traits.tile.num_warps, 1, 1),
-        "min_blocks_per_mp": traits.tile.ctas_per_sm,
-        "preferred_smem_carveout": 100,  # percent
-    }
-
-
-@cute.jit
-def row_plan(traits: Traits, num_rows: Int32, max_ctas: Int32):
-    """(groups of CTAs that share no columns, log2 of the rows that a lane takes at a time), for about `max_ctas` CTAs.
-
-    A lane is a warp, or the warps of a split window. The lanes sweep over the rows together, so that at any time the GPU works on one
-    region of memory: an own region for each lane opens thousands of DRAM pages at once (6 % slower at 131072 tokens). Taking up to 8 rows
-    at a time saves segment look-ups; at most 1/16 of a lane's rows, so that the shares stay equal.
-    """
-    groups = cutlass.max(max_ctas // traits.num_chunks, 1)
-    groups = cutlass.min(groups, (num_rows + traits.rows_per_cta - 1) // traits.rows_per_cta)
-    rows_per_lane = num_rows // cutlass.max(groups * traits.rows_per_cta, 1)
-    run_log2 = Int32(0)
-    for log2 in cutlass.range_constexpr(1, MAX_RUN_LOG2 + 1):
-        if rows_per_lane >= 16 << log2:
-            run_log2 = Int32(log2)
-    return groups, run_log2

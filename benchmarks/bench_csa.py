@@ -8,22 +8,21 @@ Every problem passes a check against fp64 before it is timed; a failed check end
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import ceilings
 import harness
 import peers
+import runner
 from harness import Bar, Row
+from runner import Run
 
 PEER = peers.CudnnCompressor.name
-RAW = "raw launch"
 ATOMIC = "ours atomic"
 DIRECTIONS = ("fwd", "bwd")
 
@@ -79,12 +78,9 @@ SHORT, LONG = Shape(4096, 32, 512, 4, 2), Shape(16, 8192, 512, 4, 2)
 SHORT_BAR = 1.3
 
 GROWTH = tuple(Shape(segments, 8192, 128, 4, 2) for segments in (1, 4, 16, 64, 128))
-GROWTH_BAR = 1.1
-GROWTH_REFERENCE = "best smaller, scaled"
 
 # Kernels shorter than a launch, so that the queue stays empty while the host is timed.
 HOST = Shape(4, 256, 128, 4, 2)
-HOST_BARS = {"bound": 1.2, "execute": 1.7, "wrapper": 2.8}
 
 COLD_BAR, WARM_BAR, IMPORT_BAR = Bar("us", 3.0e6), Bar("us", 0.3e6), Bar("us", 50e3)
 CUDA_START = "torch's CUDA start"
@@ -238,27 +234,6 @@ class Oracle:
         return (result.double() - self.exact[name]).abs().max().item()
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the sections share."""
-
-    peer: peers.CudnnCompressor | None
-    ceiling: dict[str, float]
-    repeats: int
-    quick: bool
-    patterns: Sequence[str] = field(default=())
-
-    def wants(self, name: str) -> bool:
-        return not self.patterns or any(pattern in name for pattern in self.patterns)
-
-    def floor_us(self, size_bytes: int) -> float:
-        return size_bytes / self.ceiling["copy_tbps"] * 1e-6
-
-    def row(self, shape: Shape, direction: str, name: str, us: float, beside: dict, bars: tuple) -> Row:
-        size_bytes = shape.bytes(direction)
-        return Row(name, direction, us, beside, self.floor_us(size_bytes), size_bytes, bars=bars)
-
-
 def gated_candidates(
     problem: Problem, direction: str, peer: peers.CudnnCompressor | None, atomic: bool = False
 ) -> dict:
@@ -286,11 +261,11 @@ def speed_rows(run: Run) -> Iterator[Row]:
         for direction in filter(lambda d: run.wants(f"{shape.name} {d}"), DIRECTIONS):
             candidates = gated_candidates(Problem(shape), direction, run.peer, atomic=True)
             us = harness.measure_group(candidates, repeats=run.repeats)
-            bars = getattr(shape, direction)
-            yield run.row(shape, direction, shape.name, us["ours"], {n: us[n] for n in us if n == PEER}, bars)
+            size_bytes, beside = shape.bytes(direction), {n: us[n] for n in us if n == PEER}
+            yield run.row(shape.name, direction, us["ours"], size_bytes, beside, getattr(shape, direction))
             if direction == "bwd":
-                name = f"{shape.name} deterministic"
-                yield run.row(shape, direction, name, us["ours"], {ATOMIC: us[ATOMIC]}, (DETERMINISM_BAR,))
+                name, beside = f"{shape.name} deterministic", {ATOMIC: us[ATOMIC]}
+                yield run.row(name, direction, us["ours"], size_bytes, beside, (DETERMINISM_BAR,))
 
 
 def short_rows(run: Run) -> Iterator[Row]:
@@ -299,7 +274,8 @@ def short_rows(run: Run) -> Iterator[Row]:
         calls = {s.name: gated_candidates(Problem(s), direction, None)["ours"] for s in (SHORT, LONG)}
         us = harness.measure_group(calls, repeats=run.repeats)
         bars = (Bar("ratio", SHORT_BAR, LONG.name),)
-        yield run.row(SHORT, direction, SHORT.name, us[SHORT.name], {LONG.name: us[LONG.name]}, bars)
+        beside = {LONG.name: us[LONG.name]}
+        yield run.row(SHORT.name, direction, us[SHORT.name], SHORT.bytes(direction), beside, bars)
 
 
 def growth_rows(run: Run) -> Iterator[Row]:
@@ -307,24 +283,8 @@ def growth_rows(run: Run) -> Iterator[Row]:
     for direction in filter(lambda d: run.wants(f"growth {d}"), DIRECTIONS):
         calls = {s.name: gated_candidates(Problem(s), direction, None)["ours"] for s in GROWTH}
         us = harness.measure_group(calls, repeats=run.repeats)
-        for shape, reference_us in zip(GROWTH, growth_references(us), strict=True):
-            beside = {} if reference_us is None else {GROWTH_REFERENCE: reference_us}
-            bars = (Bar("ratio", GROWTH_BAR, GROWTH_REFERENCE),) if beside else ()
-            yield run.row(shape, direction, f"growth {shape.num_tokens} tokens", us[shape.name], beside, bars)
-
-
-def growth_references(us: dict[str, float]) -> list[float | None]:
-    """For each growth case, its time if every token cost what it costs in the best smaller case; None for the first.
-
-    A fixed launch latency makes small packs dearer per token; what must not happen is that a larger pack is.
-    """
-    references: list[float | None] = []
-    best_per_token = None
-    for shape in GROWTH:
-        references.append(None if best_per_token is None else best_per_token * shape.num_tokens)
-        per_token = us[shape.name] / shape.num_tokens
-        best_per_token = per_token if best_per_token is None else min(best_per_token, per_token)
-    return references
+        tokens, size_bytes = {s.name: s.num_tokens for s in GROWTH}, {s.name: s.bytes(direction) for s in GROWTH}
+        yield from runner.growth_rows(run, direction, us, tokens, size_bytes)
 
 
 def host_rows(run: Run) -> Iterator[Row]:
@@ -333,12 +293,8 @@ def host_rows(run: Run) -> Iterator[Row]:
         problem = Problem(HOST)
         gated = gated_candidates(problem, direction, run.peer)
         ours = Ours.build(problem, direction)
-        calls = {RAW: ceilings.raw_launch(), "bound": gated.pop("ours"), "execute": ours.execute()}
-        calls |= {"wrapper": wrapper_call(problem, direction), **gated}
-        us = harness.measure_host(calls)
-        beside = {name: us[name] for name in (RAW, PEER) if name in us}
-        for entry, limit in HOST_BARS.items():
-            yield Row(f"{entry} {direction}", "host", us[entry], beside, bars=(Bar("ratio", limit, RAW),))
+        calls = {"bound": gated.pop("ours"), "execute": ours.execute(), "wrapper": wrapper_call(problem, direction)}
+        yield from runner.host_rows(calls, direction, gated)
 
 
 def start_rows(run: Run) -> Iterator[Row]:
@@ -374,15 +330,8 @@ SECTIONS = (speed_rows, short_rows, growth_rows, host_rows, start_rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args: argparse.Namespace = harness.common_parser(__doc__.splitlines()[0]).parse_args(argv)
-    peer, peer_status = (None, "left out") if args.no_peer else peers.find_cudnn_compressor()
-    facts = harness.environment()
-    print(f"{facts['gpu']}, driver {facts['driver']}; peer {PEER}: {peer_status}")
-    repeats = args.repeats or (5 if args.quick else 20)
-    run = Run(peer, harness.measure_ceilings(repeats), repeats, args.quick, args.cases)
-    sections = [s for s in SECTIONS if not (args.quick and s is growth_rows)]
-    rows = [row for section in sections for row in section(run)]
-    harness.publish("csa", args, run.ceiling, rows, facts)
+    find_peer = peers.find_cudnn_compressor
+    runner.run_benchmark("csa", __doc__.splitlines()[0], PEER, find_peer, SECTIONS, (growth_rows,), argv)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,14 @@ import ceilings
 RESULTS_DIR = pathlib.Path(__file__).resolve().parent / "results"
 METRICS = ("fwd", "bwd", "rotate", "decode", "prefill", "host", "start")
 CEILINGS = ("copy_tbps", "read_tbps", "matmul_tflops", "raw_launch_us")
-DISTRIBUTIONS = ("cuteforge", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "nvidia-cudnn-frontend")
+DISTRIBUTIONS = (
+    "cuteforge",
+    "torch",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "nvidia-cudnn-frontend",
+    "flashinfer-python",
+)
 
 # The scrub must outlast the host's work for one timed call (event records and launch, about 20 us), or host time leaks
 # into the device figure: four times the L2 takes over 50 us to write.

@@ -72,6 +72,36 @@ def find_cudnn_compressor() -> tuple[CudnnCompressor | None, str]:
         return None, f"installed, but not usable: {type(error).__name__}: {error}"
 
 
+class FlashinferRope:
+    """The rotary kernel of flashinfer that takes q and k in one launch, in place, with a table and positions."""
+
+    name = "flashinfer"
+
+    def __init__(self, apply: Callable[..., None]) -> None:
+        self._apply = apply
+
+    def rotate(self, q, k, cos, sin, positions, *, interleaved: bool) -> Callable[[], Any]:
+        """Callable that turns q ``(T, Hq, D)`` and k ``(T, Hk, D)`` in place; contiguous, one 16-bit dtype.
+
+        cos, sin: fp32 ``(max_pos, rotary_dim / 2)``, joined here once. positions: int64 ``(T,)``.
+        """
+        import torch
+
+        flat = (positions, q.view(q.shape[0], -1), k.view(k.shape[0], -1), q.shape[-1], torch.cat((cos, sin), 1))
+        return functools.partial(self._apply, *flat, is_neox=not interleaved)
+
+
+def find_flashinfer_rope() -> tuple[FlashinferRope | None, str]:
+    """The peer and its version, or None and the reason. Never raises for a missing peer. It compiles at its first call."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None, "not installed"
+    try:
+        apply = importlib.import_module("flashinfer").apply_rope_with_cos_sin_cache_inplace
+        return FlashinferRope(apply), importlib.metadata.version("flashinfer-python")
+    except Exception as error:  # whatever another library's import does here, ours is still measured
+        return None, f"installed, but not usable: {type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
 def _bare_packages(root: str, locations: list[str], below: tuple[str, ...]) -> Iterator[None]:
     """Lets submodules be imported without running the `__init__` of their packages.

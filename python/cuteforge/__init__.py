@@ -17,6 +17,11 @@ _MODULE_OF = {
     "CSACompressorBackward": "cuteforge.csa.compressor",
     "csa_compressor_forward_wrapper": "cuteforge.csa.compressor",
     "csa_compressor_backward_wrapper": "cuteforge.csa.compressor",
+    "RotaryEmbedding": "cuteforge.rotary",
+    "rotary_emb": "cuteforge.rotary",
+    "rotary_qk_wrapper": "cuteforge.rotary",
+    "rotary_table": "cuteforge.rotary",
+    "rotary_wrapper": "cuteforge.rotary",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

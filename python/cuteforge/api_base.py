@@ -171,7 +171,9 @@ class APIBase:
         The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
         current when it is called. Arguments and errors as in `execute`.
         """
-        operands = self._ordered(operands, named)
+        return self._bind(self._ordered(operands, named), stream)
+
+    def _bind(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> Callable[[], None]:
         compiled = self._compiled or self._load_again(operands)
         self.check_call(operands)
         scalars = self._prepare_device(compiled, operands)
@@ -209,8 +211,12 @@ class APIBase:
 
     # The launch path. It reads a type and a flag of each operand; the rest is checked by the compiled entry.
 
-    def _launch(self, operands: tuple, stream: Any = None) -> None:
-        """Launch on `operands`, all of `signature` in its order; see `execute`."""
+    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> None:
+        """Launch on `operands`, all of `signature` in its order; see `execute`.
+
+        Args:
+            call_scalars: run-time scalars of this call, which follow those of the op.
+        """
         for tensor in operands:
             if type(tensor) is not _Tensor or tensor.requires_grad:
                 self._check_kinds(operands)
@@ -228,7 +234,7 @@ class APIBase:
         self._check_on_request(operands)
         handle = raw_stream(device) if stream is None else stream_handle(stream, device)
         try:
-            launch(compiled.kernel, operands, scalars, handle)
+            launch(compiled.kernel, operands, scalars + call_scalars, handle)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, operands)
             raise

@@ -121,6 +121,8 @@ class Operand:
         align_bytes: required of the base pointer and of every pitch but the last dim's: bytes, or a function of the
             solved dims, which then also hold ``itemsize``, the operand's bytes an element.
         max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
+        dense_dims: innermost dims that are contiguous together; pitches are those of the dims before.
+        in_place_of: the operand whose very memory an output may be: same address, same strides.
         role: ``"out"`` is written: it may overlap neither itself nor another operand.
 
     The last dim must be contiguous: stride 1, or at most one element long.
@@ -132,6 +134,8 @@ class Operand:
     align_bytes: int | Callable[[Mapping[str, int]], int] = 1
     role: Literal["in", "out"] = "in"
     max_pitch_bytes: int | None = None
+    in_place_of: str | None = None
+    dense_dims: int = 1
     terms: tuple[_Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -162,8 +166,13 @@ class Operand:
             raise ContractError(f"{self.name}: wanted strides of 0 or more, got {format_shape(spec.stride)}")
         if spec.shape and spec.shape[-1] > 1 and spec.stride[-1] != 1:
             raise ContractError(f"{self.name}: wanted a contiguous last dim (stride 1), got stride {spec.stride[-1]}")
+        dense = _contiguous_stride(spec.shape)[-self.dense_dims :]
+        for got, wanted, extent in zip(spec.stride[-self.dense_dims :], dense, spec.shape[-self.dense_dims :]):
+            if extent > 1 and got != wanted:
+                tail = f"the last {self.dense_dims} dims contiguous (strides {format_shape(dense)})"
+                raise ContractError(f"{self.name}: wanted {tail}, got strides {format_shape(spec.stride)}")
         align = self.alignment(dims, spec.itemsize)
-        for stride, extent in zip(spec.stride[:-1], spec.shape[:-1]):
+        for stride, extent in zip(spec.stride[: -self.dense_dims], spec.shape[: -self.dense_dims]):
             if extent > 1 and stride * spec.itemsize % align:
                 got = f"stride {stride} ({stride * spec.itemsize} bytes)"
                 raise ContractError(f"{self.name}: wanted every row aligned to {align} bytes, got {got}")
@@ -236,7 +245,7 @@ class Signature:
                 raise ContractError(f"{block.operand.name}: wanted a base aligned to {align} bytes, got {got}")
         for out in blocks:
             for other in blocks:
-                if out.operand.role == "out" and other is not out and out.overlaps(other):
+                if out.operand.role == "out" and other is not out and out.clashes_with(other):
                     got = f"memory shared with {other.operand.name}"
                     raise ContractError(f"{out.operand.name}: wanted memory of its own for an output, got {got}")
 
@@ -352,26 +361,37 @@ class _Block:
     def end(self) -> int:
         return self.pointer + self.spec.span * self.spec.itemsize
 
+    def clashes_with(self, other: _Block) -> bool:
+        """Whether this output shares memory with another operand other than by being computed in place of it."""
+        one_memory = self.pointer == other.pointer and self.spec == other.spec
+        is_in_place = self.operand.in_place_of == other.operand.name or other.operand.in_place_of == self.operand.name
+        return self.overlaps(other) and not (one_memory and is_in_place)
+
     def overlaps(self, other: _Block) -> bool:
-        if self.pointer >= other.end or other.pointer >= self.end:
+        """Whether both have a byte in common; slices of one buffer, column ranges or head ranges, do not."""
+        if not self.spec.numel or not other.spec.numel:
             return False
-        low, high = sorted((self, other), key=lambda block: block.pointer)
-        return not low.interleaves(high)
+        return not _are_disjoint(self._dims_bytes(), other._dims_bytes(), other.pointer - self.pointer)
 
-    def interleaves(self, higher: _Block) -> bool:
-        """Whether both are column slices of one buffer: of one pitch, with the rows side by side within it."""
-        (pitch, row), (other_pitch, other_row) = self._pitch_and_row_bytes(), higher._pitch_and_row_bytes()
-        if pitch != other_pitch or not pitch:
-            return False
-        offset = (higher.pointer - self.pointer) % pitch
-        return row <= offset and offset + other_row <= pitch
+    def _dims_bytes(self) -> list[tuple[int, int]]:
+        """``(stride in bytes, extent)``, largest stride first; the element itself is the last."""
+        size = self.spec.itemsize
+        return [(stride * size, extent) for stride, extent in reversed(self.spec.outer_dims())] + [(1, size)]
 
-    def _pitch_and_row_bytes(self) -> tuple[int, int]:
-        outer = self.spec.outer_dims()
-        if not outer:
-            return 0, self.spec.itemsize
-        stride, extent = outer[-1]
-        return stride * self.spec.itemsize, (self.spec.span - (extent - 1) * stride) * self.spec.itemsize
+
+def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: int) -> bool:
+    """Whether two nests of strided dims, `b` starting `offset` bytes after `a`, share no byte. False where that is not easily seen."""
+    span_a, span_b = (1 + sum(stride * (extent - 1) for stride, extent in dims) for dims in (a, b))
+    if offset >= span_a or -offset >= span_b:
+        return True
+    pitch = a[0][0]
+    if len(a) == 1 or len(b) == 1 or b[0][0] != pitch:
+        return False
+    inner_a, inner_b = a[1:], b[1:]
+    if any(sum(stride * (extent - 1) for stride, extent in dims) >= pitch for dims in (inner_a, inner_b)):
+        return False
+    # One pitch: what stands within it decides, seen from the row before and from the row after.
+    return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
 
 
 def format_shape(values: Iterable[object]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # Name -> module with `demo_cases(device) -> list[Case]` and `sample_ops(device) -> {label: op}`.
 FAMILIES = {
     "csa": "cuteforge.cli.csa",
+    "rotary": "cuteforge.cli.rotary",
 }
 
 

@@ -30,8 +30,13 @@ class Rows(TraceConstant):
 
     def run(self, address, elems: int) -> cute.Tensor:
         """`elems` adjacent elements at an address aligned to their size."""
-        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=elems * self.itemsize)
-        return cute.make_tensor(pointer, cute.make_layout(elems))
+        return gmem_run(self.dtype, address, elems)
+
+
+def gmem_run(dtype, address, elems: int) -> cute.Tensor:
+    """`elems` adjacent elements of global memory at a byte address aligned to their size."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=elems * dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(elems))
 
 
 def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
@@ -101,7 +106,7 @@ def load_fp32(run: cute.Tensor) -> list:
         halves = [(words[i] << cutlass.Uint32(16), words[i] & cutlass.Uint32(0xFFFF0000)) for i in range(count // 2)]
         return [_as_fp32(half) for pair in halves for half in pair]
     values = run.load().to(cutlass.Float32)
-    return [values[i] for i in range(count)]
+    return [cutlass.Float32(values[i]) for i in range(count)]
 
 
 def _as_fp32(word) -> cutlass.Float32:

@@ -100,4 +100,4 @@ def select(cond, a, b):
 
 def keep(valid, value, otherwise: float):
     """`value` where `valid`, else the constant; `valid` None means always."""
-    return value if valid is None else select(valid, value, Float32(otherwise))
+    return value if valid is None else Float32(select(valid, value, Float32(otherwise)))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from cuteforge import TensorSpec
+
 GUARD_BYTES = 4096
 # By element size: an integer type, and the pattern. 0x7FE5 is a quiet NaN both as bf16 and as fp16.
 _BITS = {
@@ -26,18 +28,26 @@ class Canary:
     Args:
         row_pitch: elements from one row of a 2-D ``shape`` to the next; the gap is guarded too.
         offset: elements the base is moved off its 256-byte alignment.
+        stride: of a tensor of any rank, in place of ``row_pitch``; contiguous when both are None.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device, row_pitch: int | None = None, offset: int = 0):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device,
+        row_pitch: int | None = None,
+        offset: int = 0,
+        stride: Sequence[int] | None = None,
+    ):
         self.shape, self.dtype, self._offset = tuple(shape), dtype, offset
-        rows, width = self.shape if len(self.shape) == 2 else (1, self.shape[0])
-        self._pitch = width if row_pitch is None else row_pitch
+        if row_pitch is not None:
+            stride = (row_pitch, 1)[2 - len(self.shape) :]
+        spec = TensorSpec(self.shape, dtype, stride)
         self._guard = GUARD_BYTES // dtype.itemsize
-        elements = 2 * self._guard + offset + rows * self._pitch
         bits_dtype, self._fill = _BITS[dtype.itemsize]
-        self._bits = torch.full((elements,), self._fill, dtype=bits_dtype, device=device)
-        strides = (self._pitch, 1)[2 - len(self.shape) :]
-        self.tensor = self._bits.view(dtype).as_strided(self.shape, strides, self._guard + offset)
+        self._bits = torch.full((2 * self._guard + offset + spec.span,), self._fill, dtype=bits_dtype, device=device)
+        self.tensor = self._bits.view(dtype).as_strided(self.shape, spec.stride, self._guard + offset)
 
     @classmethod
     def like(cls, tensor: torch.Tensor, row_pitch: int | None = None, offset: int = 0) -> Canary:
@@ -73,3 +83,26 @@ def padded_copy(tensor: torch.Tensor, row_pitch: int, offset: int = 0) -> torch.
     canary = Canary.like(tensor, row_pitch, offset)
     canary.tensor.copy_(tensor)
     return canary.tensor
+
+
+def strided_copy(tensor: torch.Tensor, stride: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """``tensor`` of any rank again with these strides, NaN-poisoned between and around its elements."""
+    canary = Canary(tensor.shape, tensor.dtype, tensor.device, offset=offset, stride=stride)
+    canary.tensor.copy_(tensor)
+    return canary.tensor
+
+
+class Slices:
+    """Views of one buffer in use, whose other elements must keep their bits."""
+
+    def __init__(self, buffer: torch.Tensor, *views: torch.Tensor) -> None:
+        self._buffer, self._views, self._before = buffer, views, buffer.clone()
+
+    def check_guards(self, name: str = "buffer") -> None:
+        """Nothing of the buffer outside the views was written."""
+        after, bits = self._buffer.clone(), _BITS[self._buffer.dtype.itemsize][0]
+        for view in self._views:
+            place = (view.shape, view.stride(), view.storage_offset() - self._buffer.storage_offset())
+            after.as_strided(*place).copy_(self._before.as_strided(*place))
+        changed = (after.view(bits) != self._before.view(bits)).nonzero()
+        assert not len(changed), f"{name}: {len(changed)} elements outside were written, first at {changed[0].tolist()}"

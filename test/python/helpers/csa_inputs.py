@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from helpers import csa
@@ -76,14 +75,6 @@ def damaged(name: str, device) -> Inputs:
 
 def is_monotone(table: torch.Tensor) -> bool:
     return bool((table.long().diff() >= 0).all())
-
-
-def require_free_memory(gib: int, device) -> None:
-    """Skip where the GPU cannot hold the case."""
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0] / 2**30
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, has {free:.0f}")
 
 
 # Segments after one that alone has more than 2**31 elements.

@@ -14,9 +14,11 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_csa  # noqa: E402
+import bench_rotary  # noqa: E402
 import ceilings  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
+import runner  # noqa: E402
 from harness import Bar, Row  # noqa: E402
 
 ROW = Row("3x8192", "fwd", 30.0, {"peer": 40.0}, floor_us=25.0, bytes=120_000_000)
@@ -228,15 +230,39 @@ def test_every_csa_bar_refers_to_something_measured():
     assert bench_csa.SHORT.num_tokens == bench_csa.LONG.num_tokens
 
 
-def test_growth_is_judged_against_the_best_smaller_pack():
-    shapes = bench_csa.GROWTH
-    per_token = dict(zip((s.name for s in shapes), (9.0, 4.0, 5.0, 4.0, 3.0), strict=True))
-    us = {shape.name: per_token[shape.name] * shape.num_tokens for shape in shapes}
-    ratios = [
-        None if reference is None else us[shape.name] / reference
-        for shape, reference in zip(shapes, bench_csa.growth_references(us), strict=True)
-    ]
-    assert ratios == [None, pytest.approx(4 / 9), pytest.approx(5 / 4), pytest.approx(1.0), pytest.approx(3 / 4)]
+def test_rotary_bytes_and_bars_are_those_of_the_contract():
+    """q of 32 heads and k of 8, D = 128, read and written; 0.95 of the copy ceiling from 8192 tokens on."""
+    shape = bench_rotary.Shape(8192)
+    assert shape.bytes == 8192 * 40 * 128 * 2 * 2
+    limits = {bar.to: bar.limit for bar in shape.bars}
+    assert limits == {"flashinfer": 1.0, bench_rotary.COPY_CEILING: pytest.approx(1 / 0.95)}
+    assert [bar.to for bar in bench_rotary.Shape(1024).bars] == ["flashinfer"]
+    assert {16, 1024, 8192, 32768} <= {s.tokens for s in bench_rotary.SPEED}
+    assert bench_rotary.GROWTH[0].tokens == 8192
+    assert bench_rotary.GROWTH[-1].tokens == 1 << 20
+
+
+def test_growth_is_judged_against_the_best_smaller_size():
+    tokens = {"a": 10, "b": 20, "c": 40, "d": 80, "e": 160}
+    per_token = dict(zip(tokens, (9.0, 4.0, 5.0, 4.0, 3.0), strict=True))
+    us, run = {case: per_token[case] * tokens[case] for case in tokens}, runner.Run(None, CEILINGS, 20, False)
+    rows = list(runner.growth_rows(run, "fwd", us, tokens, dict.fromkeys(tokens, 1000)))
+    assert [row.case for row in rows] == [f"growth {n} tokens" for n in tokens.values()]
+    assert rows[0].bars == ()
+    ratios = [row.bars[0].value(row) for row in rows[1:]]
+    assert ratios == pytest.approx([4 / 9, 5 / 4, 1.0, 3 / 4])
+    assert [row.bars[0].is_met(row) for row in rows[1:]] == [True, False, True, True]
+
+
+def test_host_rows_stand_beside_the_raw_launch(monkeypatch):
+    monkeypatch.setattr(ceilings, "raw_launch", lambda: None)
+    us = {runner.RAW: 5.0, "bound": 5.5, "execute": 8.0, "wrapper": 20.0, "peer": 9.0}
+    monkeypatch.setattr(harness, "measure_host", lambda calls: {name: us[name] for name in calls})
+    rows = list(runner.host_rows(dict.fromkeys(runner.HOST_BARS), "fwd", {"peer": None}))
+    assert [(row.case, row.ours_us, row.bars[0].is_met(row)) for row in rows] == [
+        ("bound fwd", 5.5, True), ("execute fwd", 8.0, True), ("wrapper fwd", 20.0, False),
+    ]  # fmt: skip
+    assert all(row.peers_us == {runner.RAW: 5.0, "peer": 9.0} for row in rows)
 
 
 def test_warm_process_with_another_result_is_red():
@@ -268,6 +294,27 @@ def test_broken_peer_is_a_reason_and_leaves_no_stub_modules(monkeypatch, tmp_pat
     assert sys.modules["cudnn.earlier"] is before
 
 
+def test_rotary_peer_turns_the_given_buffers(monkeypatch):
+    import torch
+
+    assert peers.find_flashinfer_rope()[0] is None
+    calls = []
+    module = types.SimpleNamespace(apply_rope_with_cos_sin_cache_inplace=lambda *a, **named: calls.append((a, named)))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: module)
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "0.7")
+    peer, version = peers.find_flashinfer_rope()
+    assert version == "0.7"
+    q, k, cos, sin = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.ones(9, 4), torch.zeros(9, 4)
+    positions = torch.arange(3)
+    peer.rotate(q, k, cos, sin, positions, interleaved=True)()
+    ((given_positions, given_q, given_k, head_dim, cache), named) = calls[0]
+    assert given_positions is positions
+    assert (given_q.data_ptr(), given_q.shape, given_k.shape) == (q.data_ptr(), (3, 32), (3, 16))
+    assert (head_dim, named) == (8, {"is_neox": False})
+    assert torch.equal(cache, torch.cat((cos, sin), 1))
+
+
 def test_peer_kernels_are_chosen_by_ratio_and_called_on_the_given_buffers():
     calls = []
     general = types.SimpleNamespace(run_fwd=lambda *a: calls.append(("fwd", a)), run_bwd=lambda *a: calls.append(a))
@@ -291,7 +338,7 @@ def test_ceiling_kernels_compile_without_a_gpu():
 
 def test_benchmarks_import_without_torch_or_cutlass():
     code = (
-        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import bench_csa, json;"
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import bench_csa, bench_rotary, json;"
         "print(json.dumps(sorted({'torch', 'cutlass', 'tvm_ffi'} & set(sys.modules))))"
     )
     assert harness.run_fresh(code) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cuteforge.__main__ import main
-from cuteforge.cli import csa, demo, doctor, timing
+from cuteforge.cli import csa, demo, doctor, rotary, timing
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache
@@ -146,16 +146,18 @@ def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
         assert any(n > ratio and n % ratio for n in lengths)
 
 
-def test_csa_demo_checks_and_compiles_here(monkeypatch, tmp_path, capsys):
-    """The whole command, on a small pack and one architecture."""
+def test_demo_checks_and_compiles_every_family_here(monkeypatch, tmp_path, capsys):
+    """The whole command, on small inputs and one architecture."""
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(csa, "SEGMENT_LENGTHS", (300, 0, 3, 130, 0, 256))
     monkeypatch.setattr(csa, "HEAD_DIM", 64)
+    monkeypatch.setattr(rotary, "NUM_TOKENS", 65)
+    monkeypatch.setattr(rotary, "MAX_POS", 9000)
     monkeypatch.setattr(demo, "ARCHITECTURES", ("sm_90a",))
     status, text = main(["demo"]), capsys.readouterr().out
     assert status == 0, text
-    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward"):
+    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward", *rotary.USES):
         assert name in text
 
 
@@ -166,6 +168,18 @@ def test_csa_demo_compiles_what_its_input_runs():
         problem = csa.Problem.draw(*config, "meta")
         real = csa.CSACompressorForward(*problem.inputs, problem.grad_out, **problem.config)
         sample = csa.sample_ops("cuda")[f"{name} forward"]
+        assert real._kernel_key(real.dims, target) == sample._kernel_key(sample.dims, target)
+
+
+def test_rotary_demo_compiles_what_its_input_runs(monkeypatch):
+    monkeypatch.setattr(rotary, "MAX_POS", 100)
+    target = arch.resolve_arch("sm_90a", None)
+    for name, use in rotary.USES.items():
+        problem = rotary.Problem.draw(use, "meta")
+        q, k = problem.heads.values()
+        options = {"k": k, "k_out": k, "interleaved": use.interleaved}
+        real = rotary.RotaryEmbedding(q, problem.table, q, problem.positions, **options)
+        sample = rotary.sample_ops("cuda")[name]
         assert real._kernel_key(real.dims, target) == sample._kernel_key(sample.dims, target)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import budget, gpu_record
-from helpers.canary import Canary, padded_copy
+from helpers.canary import Canary, Slices, padded_copy, strided_copy
 from helpers.packs import PACKS, Pack, draw
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -36,6 +36,37 @@ def test_canary_holds_empty_and_one_dim_tensors():
         assert canary.tensor.shape == shape
         canary.tensor.fill_(1)
         canary.check()
+
+
+def test_canary_of_any_strides_sees_writes_between_its_elements():
+    canary = Canary((2, 3, 4), torch.bfloat16, "cpu", stride=(4, 10, 1))
+    assert canary.tensor.stride() == (4, 10, 1)
+    canary.tensor.fill_(1)
+    canary.check()
+    canary.tensor.as_strided((1,), (1,), canary.tensor.storage_offset() + 8).fill_(0)
+    with pytest.raises(AssertionError, match="1 elements outside"):
+        canary.check_guards()
+
+
+def test_strided_copy_keeps_values_between_nans():
+    source = torch.arange(24.0).view(2, 3, 4)
+    copy = strided_copy(source, (20, 6, 1), offset=1)
+    assert torch.equal(copy, source)
+    assert copy.stride() == (20, 6, 1)
+    assert copy.as_strided((2, 20), (20, 1))[:, 16:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_may_change_and_nothing_beside_them(dtype):
+    buffer = torch.full((3, 5, 2), torch.nan, dtype=dtype)
+    views = buffer[:, :2], buffer[:, 3:4]
+    guard = Slices(buffer, *views)
+    for view in views:
+        view.fill_(7)
+    guard.check_guards()
+    buffer[2, 2, 1] = 0
+    with pytest.raises(AssertionError, match=r"1 elements outside were written, first at \[2, 2, 1\]"):
+        guard.check_guards()
 
 
 def test_padded_copy_keeps_values_between_nans():

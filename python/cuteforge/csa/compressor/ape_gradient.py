@@ -28,13 +28,17 @@ class ApeSums(TraceConstant):
             self.rSum = cute.make_rmem_tensor((cols, slots), Float32)
             self.rSum.fill(0.0)
         elif self.traits.deterministic:
-            for slot in range(slots):
-                for c in range(cols):
-                    self._put(slot, c, Float32(0.0), True)
+            self._start_from_zero()
         else:
             self._wait_for_zeros()
 
-    def add(self, slot: int, scores: list) -> None:
+    @cute.jit
+    def _start_from_zero(self):
+        for slot in cutlass.range(self.traits.slots, unroll=1):
+            for c in cutlass.range_constexpr(self.traits.tile.cols_per_lane):
+                self._put(slot, c, Float32(0.0), True)
+
+    def add(self, slot, scores: list) -> None:
         """Add the score gradients of window entry `slot` of one row, one for each of the lane's columns."""
         for c, score in enumerate(scores):
             if self.traits.tile.resident:
@@ -83,7 +87,7 @@ class ApeSums(TraceConstant):
                     rSum[c, slot] = total
 
     @cute.jit
-    def _put(self, slot: int, c: int, value, is_writer):
+    def _put(self, slot, c: int, value, is_writer):
         """Store, or with atomics add, one sum."""
         if self._exists(slot, c) and is_writer:
             if cutlass.const_expr(self.traits.deterministic):
@@ -92,22 +96,22 @@ class ApeSums(TraceConstant):
                 self._add_atomically(slot, c, value)
 
     @cute.jit
-    def _accumulate(self, slot: int, c: int, value):
+    def _accumulate(self, slot, c: int, value):
         if self._exists(slot, c):
             if cutlass.const_expr(self.traits.deterministic):
                 self.mSums[self._place(slot, c)] = self.mSums[self._place(slot, c)] + value
             else:
                 self._add_atomically(slot, c, value)
 
-    def _add_atomically(self, slot: int, c: int, value) -> None:
+    def _add_atomically(self, slot, c: int, value) -> None:
         target = self.mSums.iterator + cute.crd2idx(self._place(slot, c), self.mSums.layout)
         cute.arch.atomic_add(target.llvm_ptr, value, sem="relaxed", scope="gpu")
 
-    def _place(self, slot: int, c: int):
+    def _place(self, slot, c: int):
         block, place = self.window.position(slot)
         return self.window.col + c, block * self.traits.problem.ratio + place, self.window.rows.group
 
-    def _exists(self, slot: int, c: int):
+    def _exists(self, slot, c: int):
         problem = self.traits.problem
         in_columns = self.window.col + c < problem.head_dim
         _, place = self.window.position(slot)

@@ -213,16 +213,20 @@ class Backward:
         """Store the gradients of one row's window, and add those of the scores up for ape."""
         if code != NO_ROW:
             token = window.first_token(code)
-            for slot in cutlass.range_constexpr(self.traits.slots):
-                valid = window.is_valid(slot, code < 0)
-                if cutlass.const_expr(valid is None):
-                    self._store_entry(window, outputs, sums, token, slot, gradients)
-                else:
-                    self._store_entry_if(valid, window, outputs, sums, token, slot, gradients)
+            if cutlass.const_expr(self.traits.tile.resident):
+                for slot in cutlass.range_constexpr(self.traits.slots):
+                    self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
+            else:
+                # nothing is kept for an entry, so the loop need not be unrolled: hundreds of addresses would not fit the registers
+                for slot in cutlass.range(self.traits.slots, unroll=1):
+                    self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
 
     @cute.jit
-    def _store_entry_if(self, valid, window, outputs, sums, token, slot, gradients):
-        if valid:
+    def _store_if_valid(self, window, outputs, sums, token, code: Int32, slot, gradients):
+        valid = window.is_valid(slot, code < 0)
+        if cutlass.const_expr(valid is None):
+            self._store_entry(window, outputs, sums, token, slot, gradients)
+        elif valid:
             self._store_entry(window, outputs, sums, token, slot, gradients)
 
     def _store_entry(self, window, outputs, sums, token, slot, gradients):

@@ -45,15 +45,22 @@ class Problem:
             elems //= 2
         return elems
 
+    @property
+    def vector_bytes(self) -> int:
+        return self.vector_elems * ITEMSIZE[self.dtype]
+
 
 @dataclass(frozen=True)
 class Tile:
     """How a CTA works.
 
-    A warp owns ``active_lanes * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the window of each row into its
-    own ring of ``num_stages`` shared-memory slots. With ``split_window`` the warps of a CTA share the window of one row instead.
-    ``resident`` keeps ape for the whole kernel, and the weights of a window between the two passes over it, in registers; otherwise ape is
-    read and the weights are computed each time. Fewer ``active_lanes`` than 32 are for windows that no ring would hold otherwise.
+    A warp owns ``active_lanes * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the
+    window of each row into its own ring of ``num_stages`` shared-memory slots. With ``split_window`` the warps of a CTA
+    share the window of one row instead.
+
+    ``resident`` keeps ape and, backward, the sums for the whole kernel, and the weights of a window between the two
+    passes over it, in registers; otherwise ape is read, the weights are computed and the sums are updated in memory
+    each time. Fewer ``active_lanes`` than 32 are for windows that no ring would hold otherwise.
     """
 
     num_warps: int
@@ -182,19 +189,24 @@ def why_not(traits: Traits, arch: Arch) -> str | None:
     return None
 
 
-# The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and, backward, sums. Every tile
-# is compiled for every architecture with spills as errors. Two stages, one window in flight a warp, are as fast as three or better: more
-# bytes in flight than about 64 KB an SM slow the DRAM down (H200, 131072 tokens, backward: 296 us with 2 stages, 309 with 3).
+# The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and, backward, sums, and copies
+# narrower than 4 bytes take an address each. The tests compile what comes out for every architecture with spills as errors. Two stages, one
+# window in flight a warp, are as fast as three or better: more bytes in flight than about 64 KB an SM slow the DRAM down (H200, 131072
+# tokens, backward: 296 us with 2 stages, 309 with 3).
 
 
 def _forward_tile(problem: Problem) -> Tile:
-    window = problem.window
+    window, is_narrow = problem.window, problem.vector_bytes < 4
     if problem.ratio <= MAX_EAGER_RATIO:
-        cols = _cols_per_lane(problem, 4 if window <= 8 else 2 if window <= 16 else 1)
-        return Tile(4, cols, 2, 4) if cols == 4 else Tile(8, cols, 2, 3 if window <= 8 else 2)
+        most = 4 if window <= 8 and not is_narrow else 2 if window <= 16 else 1
+        cols = _cols_per_lane(problem, most)
+        if cols == 4:
+            return Tile(4, cols, 2, 4)
+        return Tile(8, cols, 2, 1 if is_narrow else 3 if window <= 8 else 2)
     if window <= 256:
-        return Tile(8, _cols_per_lane(problem, 2 if window <= 128 else 1), 2, 2, split_window=True)
-    return Tile(16, 1, 2, 1, split_window=True)
+        cols = _cols_per_lane(problem, 2 if window <= 128 else 1)
+        return Tile(8, cols, 2, 1 if is_narrow else 2, split_window=True)
+    return Tile(16, 1, 2, 1, split_window=True, resident=False)
 
 
 def _backward_tile(problem: Problem) -> Tile:
@@ -204,7 +216,8 @@ def _backward_tile(problem: Problem) -> Tile:
         return Tile(16, cols, 2, 1) if window <= 16 else Tile(8, cols, 2, 1)
     if window <= 128:
         return Tile(8, _cols_per_lane(problem, 2), 2, 1, split_window=True)
-    return Tile(16, 1, 2, 1, split_window=True, resident=window <= 256)
+    is_resident = window <= 256 and problem.dtype != "float32" and problem.vector_bytes >= 4
+    return Tile(16, 1, 2, 1, split_window=True, resident=is_resident)
 
 
 def _cols_per_lane(problem: Problem, most: int) -> int:

@@ -10,12 +10,12 @@ import torch
 from cuteforge.api_base import TupleDict
 from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError
-from cuteforge.runtime import env
-from cuteforge.runtime.lru import LRU
-from cuteforge.runtime.streams import stream_context
+from cuteforge.op_cache import dense, run_op
+from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
 
-_ops: LRU[CSACompressorForward | CSACompressorBackward] = LRU(env.cache_size)
 _NO_CONTEXT = contextlib.nullcontext()
+_INTS = (int, torch.SymInt)
+_INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
 
 
 def csa_compressor_forward_wrapper(
@@ -41,10 +41,11 @@ def csa_compressor_forward_wrapper(
         ratio, coff: the window: 1 to 256 tokens a block, 1 or 2 blocks.
         head_dim: d; None takes it from kv.
         total_comp: N. None reads ``cu_seqlens_comp[-1]``, which synchronizes. More rows than that is capacity padding, fewer truncates.
-        stream: where allocation, copies and launch happen; None is torch's current stream of kv's device.
+        stream: where allocation, copies and launch happen, and the backward's; None is torch's current stream of kv's device, and the
+            only choice under torch.compile.
 
     Returns:
-        ``TupleDict(out=(N, d))``, dtype of kv.
+        ``TupleDict(out=(N, d))``, dtype of kv. In grad mode it carries a graph for kv, score and ape, once differentiable.
 
     An operand whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another
     implementation.
@@ -53,14 +54,16 @@ def csa_compressor_forward_wrapper(
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
     """
-    _check_sizes(kv, head_dim, ratio, coff)
-    with _NO_CONTEXT if stream is None else stream_context(stream, kv.device):
+    check_sizes(kv, head_dim, ratio, coff)
+    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
         if total_comp is None:
             total_comp = _last_offset(cu_seqlens_comp)
-        out = kv.new_empty((_row_count(total_comp), kv.shape[1] // coff))
-        key = ("forward", kv.dtype, kv.shape[1], ratio, coff, kv.get_device())
-        inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
-        _execute(key, CSACompressorForward, inputs, (out,), (ratio, coff), stream)
+        total_comp = row_count(total_comp)
+        if needs_op(kv, score, ape):
+            out = call_op("csa_compressor_forward", _INPUT_NAMES, inputs, (total_comp, ratio, coff), stream)
+        else:
+            out = run_forward(inputs, total_comp, ratio, coff, stream)
     return TupleDict(out=out)
 
 
@@ -88,55 +91,73 @@ def csa_compressor_backward_wrapper(
         ``TupleDict(grad_kv=(T, coff*d), grad_score=(T, coff*d), grad_ape=(ratio, coff*d))``; the first two in the dtype of kv, the last fp32.
 
     Raises:
-        ContractError, UnsupportedError: as the forward wrapper.
+        ContractError, UnsupportedError: as the forward wrapper; also for an operand that requires grad in grad mode, since no graph is
+            recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
     """
-    _check_sizes(kv, head_dim, ratio, coff)
-    with _NO_CONTEXT if stream is None else stream_context(stream, kv.device):
-        grad_kv, grad_score = kv.new_empty(kv.shape), kv.new_empty(kv.shape)
-        grad_ape = kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
-        key = ("backward", kv.dtype, kv.shape[1], ratio, coff, kv.get_device(), bool(deterministic))
-        inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
-        _execute(
-            key, CSACompressorBackward, inputs, (grad_kv, grad_score, grad_ape), (ratio, coff, deterministic), stream
-        )
+    check_sizes(kv, head_dim, ratio, coff)
+    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
+        if is_traced(kv):
+            refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
+            grads = call_op("csa_compressor_backward", _INPUT_NAMES, inputs, (ratio, coff, deterministic), stream)
+        else:
+            grads = run_backward(inputs, ratio, coff, deterministic, stream)
+    grad_kv, grad_score, grad_ape = grads
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
 
-def _execute(key, op_class, inputs: tuple, outputs: tuple, config: tuple, stream: Any) -> None:
-    """Launch the compiled op of `key`. Operands are looked at closely only when the op refuses them: then copies are tried."""
-    op = _ops.get(key)
-    try:
-        if op is None:
-            op = _ops.put(key, op_class(*inputs, *outputs, *config).compile())
-        _launch(op, inputs, outputs, stream)
-    except ContractError:
-        copies = tuple(map(_readable, inputs))
-        if all(copy is given for copy, given in zip(copies, inputs)):
-            raise
-        op = _ops.get(key) or _ops.put(key, op_class(*copies, *outputs, *config).compile())
-        _launch(op, copies, outputs, stream)
+def new_gradients(kv: torch.Tensor, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised ``grad_kv, grad_score, grad_ape``."""
+    grad_ape = kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
+    return kv.new_empty(kv.shape), kv.new_empty(kv.shape), grad_ape
 
 
-def _launch(op, inputs: tuple, outputs: tuple, stream: Any) -> None:
-    needed = op.workspace_bytes_on(inputs[0].get_device())
-    if needed:
-        op.execute(*inputs, *outputs, workspace=inputs[0].new_empty(needed, dtype=torch.uint8), stream=stream)
-    else:
-        op.execute(*inputs, *outputs, stream=stream)
+def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None) -> torch.Tensor:
+    """The forward wrapper on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+    kv = inputs[0]
+    columns = kv.shape[1]
+    out = kv.new_empty((total_comp, columns // coff))
+
+    def make(*given: torch.Tensor) -> CSACompressorForward:
+        return CSACompressorForward(*given, out, ratio, coff)
+
+    def launch(op: CSACompressorForward, given: tuple) -> None:
+        op.execute(*given, out, stream=stream)
+
+    key = ("csa forward", kv.dtype, columns, ratio, coff, kv.get_device())
+    run_op(key, make, inputs, launch, readable)
+    return out
 
 
-def _readable(tensor: Any) -> Any:
+def run_backward(
+    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The backward wrapper, as `run_forward`."""
+    kv = inputs[0]
+    grads = new_gradients(kv, ratio)
+
+    def make(*given: torch.Tensor) -> CSACompressorBackward:
+        return CSACompressorBackward(*given, *grads, ratio, coff, deterministic)
+
+    def launch(op: CSACompressorBackward, given: tuple) -> None:
+        needed = op.workspace_bytes_on(kv.get_device())
+        workspace = kv.new_empty(needed, dtype=torch.uint8) if needed else None
+        op.execute(*given, *grads, workspace=workspace, stream=stream)
+
+    key = ("csa backward", kv.dtype, kv.shape[1], ratio, coff, kv.get_device(), bool(deterministic))
+    run_op(key, make, inputs, launch, readable)
+    return grads
+
+
+def readable(tensor: Any) -> Any:
     """`tensor`, or a copy that the kernels read: offsets as int32, rows contiguous and aligned."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    if tensor.dtype == torch.int64:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
         return tensor.to(torch.int32)
-    is_dense = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-    return tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
+    return dense(tensor)
 
 
-def _check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
+def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
     """What is needed to allocate the results; the op checks everything else."""
     if not isinstance(kv, torch.Tensor) or kv.dim() != 2:
         got = f"shape {tuple(kv.shape)}" if isinstance(kv, torch.Tensor) else type(kv).__name__
@@ -153,10 +174,13 @@ def _check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
 def _last_offset(cu_seqlens_comp: Any) -> int:
     if not isinstance(cu_seqlens_comp, torch.Tensor) or cu_seqlens_comp.dim() != 1 or not len(cu_seqlens_comp):
         raise ContractError("cu_seqlens_comp: wanted a tensor of shape (B+1), to read total_comp from")
-    return int(cu_seqlens_comp[-1])
+    count = int(cu_seqlens_comp[-1])
+    if is_traced(cu_seqlens_comp):
+        torch._check(count >= 0, lambda: "cu_seqlens_comp: wanted a last offset of 0 or more")
+    return count
 
 
-def _row_count(total_comp: Any) -> int:
-    if isinstance(total_comp, bool) or not isinstance(total_comp, int) or total_comp < 0:
+def row_count(total_comp: Any) -> int:
+    if isinstance(total_comp, bool) or not isinstance(total_comp, _INTS) or total_comp < 0:
         raise ContractError(f"total_comp: wanted an int of 0 or more, got {total_comp!r}")
     return total_comp

@@ -5,7 +5,7 @@ import torch
 
 from cuteforge import CSACompressorBackward, csa_compressor_backward_wrapper
 from cuteforge.csa.compressor import reference
-from helpers import budget, csa, csa_inputs
+from helpers import budget, csa, csa_inputs, gpu
 from helpers.canary import Canary, padded_copy
 from helpers.packs import Pack
 
@@ -169,7 +169,7 @@ def test_bound_call_overwrites_its_buffers(device):
 def test_more_than_2_31_elements(device):
     """Element offsets of all four matrices pass 2**31; the first tokens and the last segments equal their stand-alone
     calls, but for the half of the first tokens that a later block reads."""
-    csa_inputs.require_free_memory(24, device)
+    gpu.require_free_memory(24, device)
     x = csa_inputs.big(csa.CSA_WIDE, device)
     grads = csa_compressor_backward_wrapper(*x.tensors, x.grad_out, **x.config)
     head, tail = csa.run_backward(csa_inputs.big_head(x)), csa.run_backward(csa_inputs.big_tail(x))

@@ -19,6 +19,7 @@ from cuteforge import (
 from cuteforge.csa.compressor import reference
 from helpers import budget, csa, process
 from helpers.canary import Canary, padded_copy
+from helpers.gpu import captured
 from helpers.packs import Pack, offsets
 
 D = csa.ONE_WINDOW.d
@@ -291,13 +292,3 @@ def test_rt_7_nothing_to_do(how, device):
         check_empty(out, grads, x, name)
     csa.check_forward(csa.run_forward(normal), normal)
     csa.check_backward(csa.run_backward(normal), normal)
-
-
-def captured(call, device):
-    """The results of one replay. One launch of torch's own keeps the graph from being empty, which torch warns about."""
-    graph, filler = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
-    with torch.cuda.graph(graph):
-        filler.add_(1)
-        results = call()
-    graph.replay()
-    return results

@@ -17,7 +17,7 @@ from cuteforge import (
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
 )
-from helpers import budget, csa, csa_inputs
+from helpers import budget, csa, gpu
 from helpers.canary import Canary, padded_copy
 
 INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
@@ -176,7 +176,7 @@ def test_workspace_is_refused_by_name(device):
 
 def test_row_pitch_past_32_bits_is_refused_by_name(device):
     """The kernels step over rows with a 32-bit byte pitch; a larger one is refused, not wrapped around."""
-    csa_inputs.require_free_memory(12, device)
+    gpu.require_free_memory(12, device)
     x = csa.small(csa.CSA, device)
     out = Canary.like(x.grad_out)
     op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cuteforge import CSACompressorForward, csa_compressor_forward_wrapper
-from helpers import budget, csa, csa_inputs
+from helpers import budget, csa, csa_inputs, gpu
 from helpers.canary import Canary, padded_copy
 from helpers.packs import Pack
 
@@ -142,7 +142,7 @@ def test_bound_call_follows_new_contents(device):
 
 def test_more_than_2_31_elements(device):
     """Element offsets of kv and score pass 2**31; the first rows and the last segments equal their stand-alone calls."""
-    csa_inputs.require_free_memory(16, device)
+    gpu.require_free_memory(16, device)
     x = csa_inputs.big(csa.CSA_WIDE, device)
     out = csa_compressor_forward_wrapper(*x.tensors, **x.config, total_comp=x.total_comp)["out"]
     head, tail = csa.run_forward(csa_inputs.big_head(x)), csa.run_forward(csa_inputs.big_tail(x))
@@ -152,7 +152,7 @@ def test_more_than_2_31_elements(device):
 
 def test_row_offsets_past_2_31_by_stride(device):
     """Few elements, far apart: 64-bit offsets are judged on strides, not on element counts."""
-    csa_inputs.require_free_memory(8, device)
+    gpu.require_free_memory(8, device)
     config = csa.CSA
     pack = Pack((40_000 - 9, 9), config.ratio)
     x = csa.inputs(config, pack, device)

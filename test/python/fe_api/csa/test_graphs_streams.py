@@ -14,10 +14,9 @@ from cuteforge import (
 )
 from helpers import budget, csa, process
 from helpers.canary import Canary
+from helpers.gpu import SLEEP_CYCLES
 from helpers.packs import Pack, offsets
 
-# About half a second on a 2 GHz clock: long enough that work which does not wait for it is seen to be wrong.
-SLEEP_CYCLES = 1_000_000_000
 ROOM = Pack((64,), 4, extra_tokens=192, extra_rows=48)
 
 

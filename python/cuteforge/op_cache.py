@@ -1,0 +1,55 @@
+"""How a wrapper finds, or makes, the op for a call, and what it copies when the op refuses a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from cuteforge.errors import ContractError
+from cuteforge.runtime import env
+from cuteforge.runtime.lru import LRU
+
+_ops: LRU[Any] = LRU(env.cache_size)
+
+
+def run_op(
+    key: Hashable,
+    make: Callable[..., Any],
+    inputs: tuple,
+    launch: Callable[[Any, tuple], None],
+    copy: Callable[[Any], Any] | None = None,
+) -> None:
+    """Launch the compiled op of `key`.
+
+    Inputs are looked at closely only when the op refuses them: then those that it cannot read are copied, on torch's current stream.
+
+    Args:
+        key: what the op was compiled for, the GPU included. The family's name comes first.
+        make: inputs -> op, when there is none yet.
+        inputs: what may be copied.
+        launch: (op, inputs) -> None.
+        copy: an input -> itself or a copy that the kernels read; `dense` when None.
+
+    Raises:
+        ContractError: as the op's, when copies do not help.
+    """
+    op = _ops.get(key)
+    try:
+        if op is None:
+            op = _ops.put(key, make(*inputs).compile())
+        launch(op, inputs)
+    except ContractError:
+        copies = tuple(map(copy or dense, inputs))
+        if all(copy is given for copy, given in zip(copies, inputs)):
+            raise
+        op = _ops.get(key) or _ops.put(key, make(*copies).compile())
+        launch(op, copies)
+
+
+def dense(tensor: Any) -> Any:
+    """`tensor`, or a copy with contiguous rows aligned to 16 bytes."""
+    if not isinstance(tensor, torch.Tensor) or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

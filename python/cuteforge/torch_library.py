@@ -1,0 +1,200 @@
+"""Ops that torch's dispatcher knows: how one is registered, and when an eager call has to go through it.
+
+Registered through `torch.library.Library` with an autograd kernel of its own, an op takes 5 us a call on top of what it
+does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime.streams import record_streams, stream_context
+
+_NAMESPACE = "cuteforge"
+# A Library takes its ops along when it is collected: kept when this module is reloaded.
+_library = globals().get("_library") or torch.library.Library(_NAMESPACE, "FRAGMENT")
+# Module globals: the launch path of every wrapper asks for them.
+_Tensor = torch.Tensor
+_grad_enabled = torch.is_grad_enabled
+
+
+def register_op(
+    schema: str,
+    *,
+    cuda: Callable,
+    cpu: Callable,
+    fake: Callable,
+    save: Callable | None = None,
+    backward: Callable | None = None,
+) -> None:
+    """Register ``cuteforge::<schema>``, an op that writes no argument and returns tensors of its own.
+
+    An op of that name stays as it is, so importing a family's module again is harmless.
+
+    Args:
+        schema: as in `torch.library.define`, without defaults and keyword-only arguments, so that the functions below
+            get every argument, by position.
+        cuda, cpu: what the op does. Called below autograd; the results may not alias an argument.
+        fake: results without contents, of the shape, dtype and strides that `cuda` and `cpu` return. Reads no tensor.
+        save: ``save(ctx, inputs, result)`` keeps what `backward` needs.
+        backward: ``backward(ctx, *grads)`` gives a gradient or None for each argument. Without it the op has no
+            derivative: its result may be used, and differentiating through it raises UnsupportedError.
+    """
+    name = schema.partition("(")[0]
+    if hasattr(torch.ops.cuteforge, name):
+        return
+    qualified = f"{_NAMESPACE}::{name}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, _autograd_kernel(qualified, save, backward), "Autograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_vmap(qualified, lambda *_: _refuse(qualified, "is not served by torch.vmap"), lib=_library)
+
+
+def needs_op(*tensors: Any) -> bool:
+    """Whether a call has to go through the dispatcher: something that a launch would leave out follows it.
+
+    That is a graph of autograd (one of `tensors` requires grad, in grad mode), or what `is_traced` tells.
+
+    Args:
+        tensors: what the op can be differentiated for, the first of them known to be a tensor. Another that is none is left
+            to be refused by name.
+    """
+    if is_traced(tensors[0]):
+        return True
+    if _grad_enabled():
+        try:
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return True
+        except AttributeError:
+            return False
+    return False
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether more than autograd follows a call on `tensor`.
+
+    torch.compile and export, dispatch modes (fake tensors, tracers, counters), torch.func transforms, forward-mode
+    differentiation, tensor subclasses with a dispatch of their own.
+    """
+    return (
+        is_dynamo_compiling()
+        or (type(tensor) is not _Tensor and _dispatches_itself(tensor))
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def explicit_stream(stream: Any, device: torch.device) -> AbstractContextManager:
+    """`stream_context` for a stream that a wrapper was asked for.
+
+    Raises:
+        ContractError: inside a compiled function, whose launches torch.compile puts in order itself.
+    """
+    if is_dynamo_compiling():
+        raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
+    return stream_context(stream, device)
+
+
+def call_op(name: str, names: Iterable[str], tensors: tuple, config: tuple, stream: Any = None) -> Any:
+    """Call ``cuteforge::<name>(*tensors, *config)`` for a wrapper: on CUDA tensors, launched on torch's current stream.
+
+    Args:
+        names: of `tensors`, for errors.
+        stream: None, or the stream that the wrapper was asked for, which is current now. `tensors` are recorded on it: a
+            graph may be freed, and they with it, while the stream is behind.
+
+    Raises:
+        ContractError: an operand is no CUDA tensor, by name.
+    """
+    _check_gpu_tensors(names, tensors)
+    result = getattr(torch.ops.cuteforge, name).default(*tensors, *config)
+    if stream is not None:
+        record_streams(tensors, stream, tensors[0].device)
+    return result
+
+
+def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> None:
+    """Refuse tensors that autograd would have to follow through an op without a derivative.
+
+    Raises:
+        ContractError: names the tensor.
+    """
+    for name, tensor in zip(names, tensors):
+        if _grad_enabled() and getattr(tensor, "requires_grad", False):
+            raise ContractError(
+                f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {op_name} records no graph: "
+                "call it under torch.no_grad()"
+            )
+
+
+def _check_gpu_tensors(names: Iterable[str], tensors: tuple) -> None:
+    """What the dispatcher would refuse without naming it, or would run on the CPU."""
+    named = tuple(zip(names, tensors))
+    for name, tensor in named:
+        if not isinstance(tensor, _Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensor).__name__}")
+    for name, tensor in named:
+        if tensor.device.type != "cuda":
+            raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")
+
+
+def _dispatches_itself(tensor: Any) -> bool:
+    dispatch = getattr(type(tensor), "__torch_dispatch__", _Tensor.__torch_dispatch__)
+    return dispatch is not _Tensor.__torch_dispatch__
+
+
+def _autograd_kernel(qualified: str, save: Callable | None, backward: Callable | None) -> Callable:
+    """What the op does for autograd: refuse what cannot be followed, and record a node of the graph in grad mode.
+
+    `torch.library.register_autograd` does the same for twice the time, and its refusals do not name the op.
+    """
+    op = getattr(torch.ops.cuteforge, qualified.partition("::")[2]).default
+    node = _graph_node(qualified, op, save, backward)
+
+    def kernel(*inputs: Any) -> Any:
+        if _are_functorch_transforms_active():
+            _refuse(qualified, "is not served by the transforms of torch.func; use torch.autograd")
+        if _grad_enabled() or forward_ad._current_level >= 0:
+            return node.apply(*inputs)
+        with _BelowAutograd():
+            return op(*inputs)
+
+    return kernel
+
+
+def _graph_node(qualified: str, op: Callable, save: Callable | None, backward: Callable | None) -> type:
+    """The op as an autograd.Function. It asks its inputs itself whether there is anything to record."""
+
+    def run(ctx: Any, *inputs: Any) -> Any:
+        with _BelowAutograd():
+            result = op(*inputs)
+        if save is not None:
+            save(ctx, inputs, result)
+        return result
+
+    def differentiate(ctx: Any, *grads: Any) -> Any:
+        return _refuse(qualified, "has no derivative") if backward is None else backward(ctx, *grads)
+
+    def push_tangents(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse(qualified, "has no forward-mode derivative")
+
+    methods = {"forward": run, "backward": differentiate, "jvp": push_tangents}
+    name = "".join(word.capitalize() for word in qualified.partition("::")[2].split("_"))
+    return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+
+def _refuse(qualified: str, why: str) -> NoReturn:
+    raise UnsupportedError(f"{qualified} {why}")

@@ -78,3 +78,10 @@ class Traits:
     def num_threads(self) -> int:
         """Threads of a CTA, whole warps."""
         return -(-self.units * self.tokens_per_cta // 32) * 32
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs whose registers an SM holds: 80 a thread for 96 KB of loads in flight, more where columns are copied as well."""
+        if self.num_threads > 256:
+            return 1
+        return 2 if self.copy_units else 3

@@ -89,8 +89,7 @@ class Rotary:
             self.kernel(mX, mOut, mK, mKOut, mCos, mSin, mPositions, num_tokens, groups, inverse).launch(
                 grid=(num_ctas, 1, 1),
                 block=(self.traits.num_threads, 1, 1),
-                # at most 80 registers, for 96 KB of loads in flight an SM
-                min_blocks_per_mp=3 if self.traits.num_threads <= 256 else 1,
+                min_blocks_per_mp=self.traits.ctas_per_sm,
                 preferred_smem_carveout=0,
                 stream=stream,
             )

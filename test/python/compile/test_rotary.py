@@ -1,0 +1,45 @@
+"""What the compiler makes of the rotary kernel: no spills, the widest accesses, and nothing but fp32 arithmetic."""
+
+import pytest
+
+from cuteforge.rotary import kernel
+from cuteforge.rotary.config import HEADS_PER_THREAD, Problem, Traits
+from helpers import sass
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+MODEL = Problem("bfloat16", 128, 128, interleaved=False)
+# (traits, bytes of an access)
+EVERYWHERE = (
+    (Traits(MODEL, 3, True, "int64"), 16),
+    (Traits(Problem("bfloat16", 128, 128, interleaved=True), 4, False, None), 16),
+)
+ONCE = (
+    (Traits(Problem("float16", 192, 64, interleaved=False), 3, True, "int32"), 16),
+    (Traits(Problem("float32", 128, 128, interleaved=True), 3, True, "int32"), 16),
+    (Traits(Problem("float32", 256, 256, interleaved=False), 4, True, "int64"), 16),
+    (Traits(Problem("bfloat16", 80, 40, interleaved=False), 4, True, None), 8),
+    (Traits(Problem("bfloat16", 66, 66, interleaved=True), 3, False, "int32"), 4),
+    (Traits(Problem("float16", 65, 6, interleaved=True), 3, False, None), 2),
+    (Traits(Problem("bfloat16", 1024, 1022, interleaved=False), 3, False, "int32"), 2),
+    (Traits(Problem("float32", 2, 2, interleaved=False), 4, True, None), 4),
+)
+CASES = [
+    pytest.param(
+        arch, traits, width, id=f"{arch}-{traits.problem.dtype}-d{traits.problem.head_dim}r{traits.problem.rotary_dim}"
+    )
+    for arch in ARCHS
+    for traits, width in (EVERYWHERE + ONCE if arch == "sm_90a" else EVERYWHERE)
+]
+
+
+@pytest.mark.parametrize(("arch", "traits", "width"), CASES)
+def test_machine_code(arch, traits, width):
+    binary = sass.compile_binary(kernel.build(traits), arch)
+    (code,) = binary.kernels.values()
+    assert (code.stack_bytes, code.local_bytes) == (0, 0)
+    assert not code.matching(r"D(ADD|MUL|FMA)\b|.*\.F64|HMMA|LDGSTS")
+    assert traits.num_threads <= 1024
+    assert code.registers * traits.num_threads <= 65536
+    opcode = {2: "STG.E.U16", 4: "STG.E", 8: "STG.E.64", 16: "STG.E.128"}[width]
+    runs = 2 if not traits.problem.interleaved or traits.problem.access_elems == 1 else 1
+    assert code.matching("STG")[opcode] >= runs * HEADS_PER_THREAD

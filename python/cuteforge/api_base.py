@@ -181,7 +181,7 @@ class APIBase:
             return _launch_nothing
         if env.check() and not is_capturing():
             self._check_contents(operands)
-        bound = bound_launch(compiled.kernel, operands, scalars, stream)
+        bound = bound_launch(compiled.kernel, operands, scalars + call_scalars, stream)
         if stream is not None:
             # Once is enough: what counts is the stream's work at the time the memory is freed.
             record_streams(operands, stream, operands[0].get_device())

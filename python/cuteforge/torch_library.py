@@ -6,14 +6,16 @@ does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _AutoDispatchBelowADInplaceOrView as _BelowVersions
 from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge.errors import ContractError, UnsupportedError
@@ -35,6 +37,7 @@ def register_op(
     fake: Callable,
     save: Callable | None = None,
     backward: Callable | None = None,
+    constants: Iterable[str] = (),
 ) -> None:
     """Register ``cuteforge::<schema>``, an op that writes no argument and returns tensors of its own.
 
@@ -48,17 +51,30 @@ def register_op(
         save: ``save(ctx, inputs, result)`` keeps what `backward` needs.
         backward: ``backward(ctx, *grads)`` gives a gradient or None for each argument. Without it the op has no
             derivative: its result may be used, and differentiating through it raises UnsupportedError.
+        constants: arguments that `backward` has no gradient for: refused by name where autograd would want one.
     """
     name = schema.partition("(")[0]
-    if hasattr(torch.ops.cuteforge, name):
-        return
-    qualified = f"{_NAMESPACE}::{name}"
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, cuda, "CUDA")
-    _library.impl(name, cpu, "CPU")
-    _library.impl(name, _autograd_kernel(qualified, save, backward), "Autograd")
-    torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_vmap(qualified, lambda *_: _refuse(qualified, "is not served by torch.vmap"), lib=_library)
+    if not hasattr(torch.ops.cuteforge, name):
+        _define(schema, cuda, cpu, fake)
+        _library.impl(name, _autograd_kernel(_op(name), save, backward, frozenset(constants)), "Autograd")
+
+
+def register_inplace_op(schema: str, *, functional: str, cuda: Callable, cpu: Callable) -> None:
+    """Register ``cuteforge::<schema>``, which writes the results of op `functional` over its own first arguments.
+
+    As `register_op`. Where autograd follows the call, the results of `functional` are computed and copied into the
+    arguments instead: torch then has its rules for leaves, views and versions.
+
+    Args:
+        schema: the arguments of `functional`, those to write as ``Tensor(a!)``, and no result.
+        cuda, cpu: write the arguments and return None.
+    """
+    name = schema.partition("(")[0]
+    if not hasattr(torch.ops.cuteforge, name):
+        _define(schema, cuda, cpu, lambda *_: None)
+        op, num_written = _op(name), schema.count("!)")
+        _library.impl(name, _inplace_autograd_kernel(op, _op(functional), num_written), "Autograd")
+        _library.impl(name, _version_kernel(op, num_written), "ADInplaceOrView")
 
 
 def needs_op(*tensors: Any) -> bool:
@@ -108,20 +124,22 @@ def explicit_stream(stream: Any, device: torch.device) -> AbstractContextManager
     return stream_context(stream, device)
 
 
-def call_op(name: str, names: Iterable[str], tensors: tuple, config: tuple, stream: Any = None) -> Any:
-    """Call ``cuteforge::<name>(*tensors, *config)`` for a wrapper: on CUDA tensors, launched on torch's current stream.
+def call_op(name: str, operands: Mapping[str, Any], arguments: tuple, stream: Any = None) -> Any:
+    """Call ``cuteforge::<name>(*arguments)`` for a wrapper: on CUDA tensors, launched on torch's current stream.
 
     Args:
-        names: of `tensors`, for errors.
-        stream: None, or the stream that the wrapper was asked for, which is current now. `tensors` are recorded on it: a
+        operands: the tensors of the call by name.
+        arguments: all that the op takes.
+        stream: None, or the stream that the wrapper was asked for, which is current now. `operands` are recorded on it: a
             graph may be freed, and they with it, while the stream is behind.
 
     Raises:
         ContractError: an operand is no CUDA tensor, by name.
     """
-    _check_gpu_tensors(names, tensors)
-    result = getattr(torch.ops.cuteforge, name).default(*tensors, *config)
+    _check_gpu_tensors(operands)
+    result = _op(name)(*arguments)
     if stream is not None:
+        tensors = tuple(operands.values())
         record_streams(tensors, stream, tensors[0].device)
     return result
 
@@ -140,13 +158,12 @@ def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> N
             )
 
 
-def _check_gpu_tensors(names: Iterable[str], tensors: tuple) -> None:
+def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     """What the dispatcher would refuse without naming it, or would run on the CPU."""
-    named = tuple(zip(names, tensors))
-    for name, tensor in named:
+    for name, tensor in operands.items():
         if not isinstance(tensor, _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensor).__name__}")
-    for name, tensor in named:
+    for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")
 
@@ -156,17 +173,38 @@ def _dispatches_itself(tensor: Any) -> bool:
     return dispatch is not _Tensor.__torch_dispatch__
 
 
-def _autograd_kernel(qualified: str, save: Callable | None, backward: Callable | None) -> Callable:
+def _op(name: str) -> Any:
+    return getattr(torch.ops.cuteforge, name).default
+
+
+def _define(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None:
+    """All of an op but its autograd."""
+    name = schema.partition("(")[0]
+    qualified = f"{_NAMESPACE}::{name}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, cuda, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_vmap(qualified, lambda *_: _refuse(qualified, "is not served by torch.vmap"), lib=_library)
+
+
+def _autograd_kernel(op: Any, save: Callable | None, backward: Callable | None, constants: frozenset[str]) -> Callable:
     """What the op does for autograd: refuse what cannot be followed, and record a node of the graph in grad mode.
 
     `torch.library.register_autograd` does the same for twice the time, and its refusals do not name the op.
     """
-    op = getattr(torch.ops.cuteforge, qualified.partition("::")[2]).default
-    node = _graph_node(qualified, op, save, backward)
+    node = _graph_node(op, save, backward)
+    fixed = [(i, argument.name) for i, argument in enumerate(op._schema.arguments) if argument.name in constants]
 
     def kernel(*inputs: Any) -> Any:
-        if _are_functorch_transforms_active():
-            _refuse(qualified, "is not served by the transforms of torch.func; use torch.autograd")
+        _refuse_transforms(op)
+        if _grad_enabled():
+            for i, name in fixed:
+                if getattr(inputs[i], "requires_grad", False):
+                    raise ContractError(
+                        f"{name}: wanted a tensor that does not require grad, got requires_grad=True; "
+                        f"{op.name()} has no gradient for it"
+                    )
         if _grad_enabled() or forward_ad._current_level >= 0:
             return node.apply(*inputs)
         with _BelowAutograd():
@@ -175,7 +213,7 @@ def _autograd_kernel(qualified: str, save: Callable | None, backward: Callable |
     return kernel
 
 
-def _graph_node(qualified: str, op: Callable, save: Callable | None, backward: Callable | None) -> type:
+def _graph_node(op: Any, save: Callable | None, backward: Callable | None) -> type:
     """The op as an autograd.Function. It asks its inputs itself whether there is anything to record."""
 
     def run(ctx: Any, *inputs: Any) -> Any:
@@ -186,14 +224,47 @@ def _graph_node(qualified: str, op: Callable, save: Callable | None, backward: C
         return result
 
     def differentiate(ctx: Any, *grads: Any) -> Any:
-        return _refuse(qualified, "has no derivative") if backward is None else backward(ctx, *grads)
+        return _refuse(op.name(), "has no derivative") if backward is None else backward(ctx, *grads)
 
     def push_tangents(ctx: Any, *tangents: Any) -> NoReturn:
-        _refuse(qualified, "has no forward-mode derivative")
+        _refuse(op.name(), "has no forward-mode derivative")
 
     methods = {"forward": run, "backward": differentiate, "jvp": push_tangents}
-    name = "".join(word.capitalize() for word in qualified.partition("::")[2].split("_"))
+    name = "".join(word.capitalize() for word in op.name().partition("::")[2].split("_"))
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+
+def _inplace_autograd_kernel(op: Any, functional: Any, num_written: int) -> Callable:
+    """What an op that writes its arguments does for autograd; see `register_inplace_op`."""
+
+    def kernel(*inputs: Any) -> None:
+        _refuse_transforms(op)
+        tensors = [x for x in inputs if isinstance(x, _Tensor)]
+        if forward_ad._current_level >= 0 or (_grad_enabled() and any(x.requires_grad for x in tensors)):
+            results = functional(*inputs)
+            for target, result in zip(inputs, results if num_written > 1 else (results,)):
+                target.copy_(result)
+            return
+        with _BelowAutograd():
+            op(*inputs)
+
+    return kernel
+
+
+def _version_kernel(op: Any, num_written: int) -> Callable:
+    """Count a write, also without grad mode: a graph that saved the tensor before then refuses to use it."""
+
+    def kernel(*inputs: Any) -> None:
+        increment_version(inputs[:num_written])
+        with _BelowVersions():
+            op(*inputs)
+
+    return kernel
+
+
+def _refuse_transforms(op: Any) -> None:
+    if _are_functorch_transforms_active():
+        _refuse(op.name(), "is not served by the transforms of torch.func; use torch.autograd")
 
 
 def _refuse(qualified: str, why: str) -> NoReturn:

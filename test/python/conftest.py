@@ -53,3 +53,21 @@ def device():
 
     yield torch.device("cuda", torch.cuda.current_device())
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch):
+    """Wrappers go through their ops on CPU tensors, which they refuse otherwise."""
+    from cuteforge import torch_library
+
+    monkeypatch.setattr(torch_library, "_check_gpu_tensors", lambda *_: None)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A backend for torch.compile that traces forward and backward and counts the graphs; nothing compiled before."""
+    import torch._dynamo.testing
+
+    torch._dynamo.reset()
+    yield torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from cuteforge.api_base import TupleDict
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding
-from cuteforge.runtime.streams import stream_context
+from cuteforge.torch_library import call_op, explicit_stream, needs_op
 
 _NO_CONTEXT = contextlib.nullcontext()
+# By the number of tensors.
+_OPS = {1: "rotary", 2: "rotary_qk"}
+SOURCE_NAMES = {1: ("x",), 2: ("q", "k")}
+_TARGET_NAMES = {1: ("out",), 2: ("q_out", "k_out")}
+_ANGLE_NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
+
+# A module global: the launch path asks for it.
+_Tensor = torch.Tensor
+
+Heads = tuple[torch.Tensor, ...]  # (x,) or (q, k)
+Angles = tuple[torch.Tensor, ...]  # (freqs_cis,) or (cos, sin, positions)
 
 
 def rotary_wrapper(
@@ -39,18 +50,23 @@ def rotary_wrapper(
         interleaved: pairs ``(2i, 2i+1)``, else ``(i, i + rotary_dim/2)``.
         inverse: turn back.
         out: None allocates it; `x` itself rotates in place.
-        stream: where allocation, copies and launch happen; None is torch's current stream of x's device.
+        stream: where allocation, copies and launch happen, and the backward's; None is torch's current stream of x's device, and the only
+            choice under torch.compile.
 
     Returns:
-        ``TupleDict(out)``, shape and dtype of x.
+        ``TupleDict(out)``, shape and dtype of x. In grad mode it carries a graph for x, differentiable any number of times.
+
+    In place on a tensor that requires grad, and into another `out` where torch follows the call, the result is computed apart and copied there.
 
     Raises:
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
+        RuntimeError: in place on a leaf that requires grad, or on a view of one.
     """
-    with _NO_CONTEXT if stream is None else stream_context(stream, x.device):
-        out = _result(x, out, "x")
-        _rotate((x,), (out,), _table(freqs_cis, cos, sin, positions), positions, interleaved, inverse, stream)
+    check_heads(x, "x")
+    angles = angles_of(freqs_cis, cos, sin, positions)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, x.device):
+        (out,) = _rotate((x,), () if out is None else (out,), angles, interleaved, inverse, stream)
     return TupleDict(out=out)
 
 
@@ -76,14 +92,15 @@ def rotary_qk_wrapper(
     Returns:
         ``TupleDict(q, k)``.
     """
-    with _NO_CONTEXT if stream is None else stream_context(stream, q.device):
-        q_out, k_out = _result(q, q_out, "q"), _result(k, k_out, "k")
-        table = _table(freqs_cis, cos, sin, positions)
-        try:
-            _rotate((q, k), (q_out, k_out), table, positions, interleaved, inverse, stream)
-        except ContractError as error:
-            raise ContractError(_in_terms_of_q(str(error))) from error
-    return TupleDict(q=q_out, k=k_out)
+    check_heads(q, "q")
+    check_heads(k, "k")
+    angles = angles_of(freqs_cis, cos, sin, positions)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, q.device):
+        targets = (q_out, k_out)
+        if q_out is None or k_out is None:
+            targets = () if q_out is k_out else (_given_or_new(q_out, q), _given_or_new(k_out, k))
+        q, k = _rotate((q, k), targets, angles, interleaved, inverse, stream)
+    return TupleDict(q=q, k=k)
 
 
 def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
@@ -95,62 +112,114 @@ def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     return rotary_wrapper(x, freqs_cis)["out"]
 
 
-def _rotate(sources: tuple, targets: tuple, table: tuple, positions, interleaved: bool, inverse: bool, stream) -> None:
-    """Launch the cached op."""
-    half = table[0].shape[-2 if positions is None else -1]
-    index_dtype = None if positions is None else positions.dtype
-    x = sources[0]
+def run_rotary(
+    sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool, stream: Any = None
+) -> None:
+    """Launch on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+    x, table = sources[0], angles[0]
+    by_position = len(angles) > 1
+
+    def make(*inputs: torch.Tensor) -> RotaryEmbedding:
+        positional, keys = class_arguments(inputs, targets)
+        return RotaryEmbedding(*positional, **keys, interleaved=interleaved)
+
+    def launch(op: RotaryEmbedding, inputs: tuple) -> None:
+        positional, keys = class_arguments(inputs, targets)
+        op.execute(*positional, **keys, inverse=inverse, stream=stream)
+
+    half, index_dtype = (table.shape[-1], angles[2].dtype) if by_position else (table.shape[-2], None)
     key = ("rotary", x.dtype, x.dim(), x.shape[-1], half, interleaved, index_dtype, len(sources), x.get_device())
-    call = functools.partial(_arguments, targets, len(table), positions is not None)
-
-    def make(*inputs):
-        positional, named = call(inputs)
-        return RotaryEmbedding(*positional, **named, interleaved=interleaved)
-
-    def launch(op, inputs: tuple) -> None:
-        positional, named = call(inputs)
-        op.execute(*positional, **named, inverse=inverse, stream=stream)
-
-    run_op(key, make, (*sources, *table, *(() if positions is None else (positions,))), launch)
+    try:
+        run_op(key, make, (*sources, *angles), launch)
+    except ContractError as error:
+        if len(sources) == 1:
+            raise
+        raise in_terms_of_q(error) from error
 
 
-def _arguments(targets: tuple, table_length: int, has_positions: bool, inputs: tuple) -> tuple[tuple, dict[str, Any]]:
-    """Flat inputs (sources, table, positions) as the class takes them."""
-    count = len(targets)
-    table = inputs[count : count + table_length]
-    positional = (inputs[0], table[0] if table_length == 1 else table, targets[0])
-    named = {"k": inputs[1], "k_out": targets[1]} if count == 2 else {}
-    return ((*positional, inputs[-1]) if has_positions else positional), named
+def class_arguments(inputs: tuple, targets: tuple) -> tuple[tuple, dict[str, Any]]:
+    """Heads and angles, one after the other, and targets as `RotaryEmbedding` takes them."""
+    keys = {} if len(targets) == 1 else {"k": inputs[1], "k_out": targets[1]}
+    angles = inputs[len(targets) :]
+    if len(angles) == 1:
+        return (inputs[0], angles[0], targets[0]), keys
+    return (inputs[0], angles[:2], targets[0], angles[2]), keys
 
 
-def _in_terms_of_q(text: str) -> str:
+def in_terms_of_q(error: ContractError) -> ContractError:
     """An error of the class, which calls the first tensor x and its result out, by the names of `rotary_qk_wrapper`."""
-    text = re.sub(r"^x:|(?<=that of )x\b|(?<=shared with )x\b", lambda match: match[0].replace("x", "q"), text)
-    return re.sub(r"^out:|(?<=shared with )out\b", lambda match: match[0].replace("out", "q_out"), text)
+    text = re.sub(r"^x:|(?<=that of )x\b|(?<=shared with )x\b", lambda match: match[0].replace("x", "q"), str(error))
+    return ContractError(re.sub(r"^out:|(?<=shared with )out\b", lambda match: match[0].replace("out", "q_out"), text))
 
 
-def _table(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> tuple:
-    """``(freqs_cis,)`` or ``(cos, sin)``: what was given, checked as far as the cache key needs it."""
+def check_heads(x: Any, name: str) -> None:
+    """What is needed to allocate the result; the op checks everything else."""
+    if not isinstance(x, _Tensor) or x.dim() not in (3, 4):
+        got = f"shape {tuple(x.shape)}" if isinstance(x, _Tensor) else type(x).__name__
+        raise ContractError(f"{name}: wanted a tensor of shape (T, H, D) or (B, L, H, D), got {got}")
+
+
+def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
+    """What was given of the two kinds of table, checked as far as the cache key needs it."""
     if (freqs_cis is None) == (cos is None and sin is None):
-        raise ContractError(
-            "freqs_cis: wanted either freqs_cis or cos and sin, got " + ("none" if freqs_cis is None else "both")
-        )
-    named = {"freqs_cis": freqs_cis} if freqs_cis is not None else {"cos": cos, "sin": sin, "positions": positions}
-    for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor):
+        got = "none" if freqs_cis is None else "both"
+        raise ContractError(f"freqs_cis: wanted either freqs_cis or cos and sin, got {got}")
+    angles = (cos, sin, positions) if freqs_cis is None else (freqs_cis,)
+    for tensor in angles:
+        if not isinstance(tensor, _Tensor):
+            name = next(n for n, t in zip(_ANGLE_NAMES[len(angles)], angles) if t is tensor)
             raise ContractError(f"{name}: wanted a tensor, got {type(tensor).__name__}")
     if freqs_cis is None:
-        return cos, sin
+        return angles
     if positions is not None:
         raise ContractError("positions: wanted None with freqs_cis, which has a row for each token, got a tensor")
     if freqs_cis.dim() < 2:
         raise ContractError(f"freqs_cis: wanted shape (T, rotary_dim/2, 2), got {tuple(freqs_cis.shape)}")
-    return (freqs_cis,)
+    return angles
 
 
-def _result(x: Any, out: Any, name: str) -> torch.Tensor:
-    """`out`, or new memory of the shape of `x`."""
-    if not isinstance(x, torch.Tensor) or x.dim() not in (3, 4):
-        got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ContractError(f"{name}: wanted a tensor of shape (T, H, D) or (B, L, H, D), got {got}")
+def _rotate(sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool, stream: Any) -> Heads:
+    """The rotated `sources`: in `targets`, or in new memory where there are none."""
+    if needs_op(*sources, *targets, *angles):
+        return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
+    if not targets:
+        results = tuple([x.new_empty(x.shape) for x in sources])
+        run_rotary(sources, results, angles, interleaved, inverse, stream)
+        return results
+    run_rotary(sources, targets, angles, interleaved, inverse, stream)
+    # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
+    increment_version(targets)
+    return targets
+
+
+def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:
+    """As `_rotate`, seen by what follows the call."""
+    count = len(sources)
+    target_names = _TARGET_NAMES[count] if targets else ()
+    names = (*SOURCE_NAMES[count], *target_names, *_ANGLE_NAMES[len(angles)])
+    operands = dict(zip(names, (*sources, *targets, *angles)))
+    arguments = (*sources, *_op_angles(angles), *config)
+    if targets and all(target is x for target, x in zip(targets, sources)):
+        call_op(f"{_OPS[count]}_", operands, arguments, stream)
+        return targets
+    for name, target, x in zip(target_names, targets, sources):
+        _check_target(name, target, x)
+    results = call_op(_OPS[count], operands, arguments, stream)
+    results = results if count > 1 else (results,)
+    return tuple(target.copy_(result) for target, result in zip(targets, results)) if targets else results
+
+
+def _op_angles(angles: Angles) -> tuple:
+    """``freqs_cis, cos, sin, positions`` as the ops of torch take them."""
+    return (*angles, None, None, None) if len(angles) == 1 else (None, *angles)
+
+
+def _given_or_new(out: Any, x: torch.Tensor) -> Any:
     return x.new_empty(x.shape) if out is None else out
+
+
+def _check_target(name: str, target: Any, x: torch.Tensor) -> None:
+    """Refuse what a copy would convert or broadcast."""
+    if isinstance(target, _Tensor) and (target.shape != x.shape or target.dtype != x.dtype):
+        wanted, got = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (x, target))
+        raise ContractError(f"{name}: wanted {wanted}, got {got}")

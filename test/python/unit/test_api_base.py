@@ -364,6 +364,18 @@ def test_bind_validates_once(kernels, gpu, table_passes, monkeypatch):
     assert table_passes == [operands]
 
 
+def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, monkeypatch):
+    """Launched and bound alike: a bound launch once dropped them, and a rotation turned forwards where it should turn back."""
+    op, kernel = compiled_scale(kernels)
+    bound = []
+    monkeypatch.setattr(api_base, "bound_launch", lambda *args: bound.append(args) or (lambda: None))
+    operands = cpu_operands()
+    op._launch(operands, None, (7,))
+    op._bind(operands, None, (7,))
+    assert kernel.launches[0][3:5] == (132, 7)
+    assert bound[0][2] == (132, 7)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))], ids=["deepcopy", "pickle"]
 )

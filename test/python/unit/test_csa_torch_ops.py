@@ -8,10 +8,8 @@ import itertools
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cuteforge import (
@@ -25,6 +23,7 @@ from cuteforge import (
 from cuteforge.csa.compressor import reference, torch_ops
 from helpers import budget, csa, process
 from helpers.packs import Pack
+from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits
 
 FORWARD = torch.ops.cuteforge.csa_compressor_forward.default
 BACKWARD = torch.ops.cuteforge.csa_compressor_backward.default
@@ -60,22 +59,6 @@ def explicit_gradients(x):
 
 def wrapped(*inputs, **options):
     return csa_compressor_forward_wrapper(*inputs, **options)["out"]
-
-
-def assert_same_bits(got, want):
-    assert all(budget.same_bits(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.fixture
-def cpu_as_gpu(monkeypatch):
-    monkeypatch.setattr(torch_library, "_check_gpu_tensors", lambda *_: None)
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
 
 
 # Autograd.
@@ -147,16 +130,6 @@ def call_of(entry, x, others):
     if entry == "op":
         return lambda kv: FORWARD(kv, *others, *config_of(x))
     return lambda kv: wrapped(kv, *others, **x.config, total_comp=x.total_comp)
-
-
-TRANSFORMS = {
-    "vmap": lambda f, kv: torch.func.vmap(f)(kv[None]),
-    "grad": lambda f, kv: torch.func.grad(lambda t: f(t).sum())(kv),
-    "vjp": lambda f, kv: torch.func.vjp(f, kv),
-    "jvp": lambda f, kv: torch.func.jvp(f, (kv,), (kv,)),
-    "jacrev": lambda f, kv: torch.func.jacrev(f)(kv),
-    "vmap_of_grad": lambda f, kv: torch.func.vmap(torch.func.grad(lambda t: f(t).sum()))(kv[None]),
-}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -335,18 +308,11 @@ def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
 
 def test_dispatch_modes_see_the_wrappers(cpu_as_gpu):
     """Counters, tracers and selective checkpointing follow ops, not launches."""
-    seen = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     x = draw()
-    with Log():
+    with OpLog() as log:
         csa_compressor_forward_wrapper(*x.tensors, **x.config, total_comp=x.total_comp)
         csa_compressor_backward_wrapper(*x.tensors, x.grad_out, **x.config)
-    assert [op for op in seen if op.namespace == "cuteforge"] == [FORWARD, BACKWARD]
+    assert log.seen == [FORWARD, BACKWARD]
 
 
 def test_backward_wrapper_refuses_to_be_differentiated():

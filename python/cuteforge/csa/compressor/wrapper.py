@@ -61,7 +61,8 @@ def csa_compressor_forward_wrapper(
             total_comp = _last_offset(cu_seqlens_comp)
         total_comp = row_count(total_comp)
         if needs_op(kv, score, ape):
-            out = call_op("csa_compressor_forward", _INPUT_NAMES, inputs, (total_comp, ratio, coff), stream)
+            operands = dict(zip(_INPUT_NAMES, inputs))
+            out = call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
         else:
             out = run_forward(inputs, total_comp, ratio, coff, stream)
     return TupleDict(out=out)
@@ -100,7 +101,8 @@ def csa_compressor_backward_wrapper(
     with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
         if is_traced(kv):
             refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
-            grads = call_op("csa_compressor_backward", _INPUT_NAMES, inputs, (ratio, coff, deterministic), stream)
+            operands = dict(zip(_INPUT_NAMES, inputs))
+            grads = call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)
         else:
             grads = run_backward(inputs, ratio, coff, deterministic, stream)
     grad_kv, grad_score, grad_ape = grads

@@ -14,6 +14,7 @@ from cuteforge import (
 from helpers import budget, csa
 from helpers.canary import padded_copy
 from helpers.packs import Pack
+from helpers.torch_ops import assert_same_bits
 
 FORWARD = torch.ops.cuteforge.csa_compressor_forward.default
 BACKWARD = torch.ops.cuteforge.csa_compressor_backward.default
@@ -28,10 +29,6 @@ def leaves(x, needed=(True, True, True)):
 
 def forward(x, inputs, **options):
     return csa_compressor_forward_wrapper(*inputs, **x.config, total_comp=x.total_comp, **options)["out"]
-
-
-def assert_same_bits(got, want):
-    assert all(budget.same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
 @MAIN

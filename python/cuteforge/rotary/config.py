@@ -6,7 +6,8 @@ sines of a few adjacent pairs in registers and goes through several heads of one
 
 from dataclasses import dataclass
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+from cuteforge.tensor_spec import ITEMSIZE
+
 MAX_ACCESS_BYTES = 16
 NUM_THREADS = 256
 HEADS_PER_THREAD = 8

@@ -4,15 +4,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from cuteforge.device.dtypes import DTYPES
 from cuteforge.rotary.config import Traits
-
-DTYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-}
 
 
 class FakeOperands:

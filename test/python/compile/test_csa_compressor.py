@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from cuteforge.csa.compressor import backward, forward
-from cuteforge.csa.compressor.config import ITEMSIZE, SMEM_ALIGNMENT, WARP, Problem, select_traits
+from cuteforge.csa.compressor.config import SMEM_ALIGNMENT, WARP, Problem, select_traits
 from cuteforge.runtime.arch import resolve_arch
+from cuteforge.tensor_spec import ITEMSIZE
 from helpers import sass
 
 FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")

@@ -14,8 +14,8 @@ from cutlass import cute
 
 from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec, UnsupportedError
 from cuteforge.csa.compressor import config, window
+from cuteforge.csa.compressor.api import FLOATS
 from cuteforge.csa.compressor.config import (
-    ITEMSIZE,
     WARP,
     Problem,
     Tile,
@@ -27,12 +27,13 @@ from cuteforge.csa.compressor.config import (
 from cuteforge.csa.compressor.pooling import Fast
 from cuteforge.csa.compressor.row_lanes import RowLane
 from cuteforge.runtime.arch import resolve_arch
+from cuteforge.tensor_spec import ITEMSIZE
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 RATIOS = range(1, config.MAX_RATIO + 1)
 HEAD_DIMS = (1, 7, 65, 96, 128, 510, 512, 576, 4096)
 MAX_THREADS_PER_SM = 1536  # the least of the five GPUs
-PROBLEMS = [Problem(*facts) for facts in itertools.product(ITEMSIZE, HEAD_DIMS, RATIOS, (1, 2))]
+PROBLEMS = [Problem(*facts) for facts in itertools.product(FLOATS, HEAD_DIMS, RATIOS, (1, 2))]
 
 
 @functools.cache

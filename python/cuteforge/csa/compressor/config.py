@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime.arch import Arch
+from cuteforge.tensor_spec import ITEMSIZE
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 WARP = 32
 MAX_RATIO = 256
 MAX_EAGER_RATIO = 16  # up to here a window stays in one warp and gradients have the bits of the eager computation

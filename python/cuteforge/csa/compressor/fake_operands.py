@@ -4,9 +4,9 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cuteforge.csa.compressor.config import ITEMSIZE, Problem
-
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
+from cuteforge.csa.compressor.config import Problem
+from cuteforge.device.dtypes import DTYPES
+from cuteforge.tensor_spec import ITEMSIZE
 
 
 class FakeOperands:

@@ -42,7 +42,7 @@ def run_op(
         launch(op, inputs)
     except ContractError:
         copies = tuple(map(copy or dense, inputs))
-        if all(copy is given for copy, given in zip(copies, inputs)):
+        if all(kept is given for kept, given in zip(copies, inputs)):
             raise
         op = _ops.get(key) or _ops.put(key, make(*copies).compile())
         launch(op, copies)

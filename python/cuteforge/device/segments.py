@@ -14,7 +14,7 @@ def warp_bracket(table: cute.Tensor, other: cute.Tensor, size: Int32, value: Int
     -1 if there is none; what lies outside the tables is returned as 0. All 32 lanes of the warp call it together with one `value`.
 
     Each round looks at 32 entries, so B entries take about log32 B dependent loads: one up to 30 segments, four for a million. The last
-    round reads both tables at once, which saves a memory latency (0.7 us on an H200). A table that is not ascending gives some index in
+    round reads both tables at once, which saves a memory latency. A table that is not ascending gives some index in
     range, never a read outside the tables.
     """
     low = Int32(0)

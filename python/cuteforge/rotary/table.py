@@ -20,7 +20,22 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class _FactorScaling:
+    """A scaling that is one number and leaves the amplitude alone."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, factor=1.0)
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearScaling(_FactorScaling):
     """Position interpolation (arXiv 2306.15595, equation 4): position ``m`` turns as ``m / factor`` did.
 
     Args:
@@ -31,15 +46,6 @@ class LinearScaling:
     """
 
     kind: ClassVar[str] = "linear"
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, factor=1.0)
-
-    @property
-    def amplitude(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
 
     def scale(self, frequencies: Sequence[float], rotary_dim: int, base: float) -> list[float]:
         """The frequencies of all pairs, given the plain ones; radians per position, fp64."""
@@ -47,7 +53,7 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
-class NTKScaling:
+class NTKScaling(_FactorScaling):
     """NTK-aware interpolation (YaRN paper, arXiv 2309.00071, definition 1).
 
     The base becomes ``base * factor ** (rotary_dim / (rotary_dim - 2))``: the fastest pair keeps its frequency, the
@@ -58,15 +64,6 @@ class NTKScaling:
     """
 
     kind: ClassVar[str] = "ntk"
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, factor=1.0)
-
-    @property
-    def amplitude(self) -> float:
-        """What cos and sin are multiplied by."""
-        return 1.0
 
     def scale(self, frequencies: Sequence[float], rotary_dim: int, base: float) -> list[float]:
         """As `LinearScaling.scale`. Two columns are one pair, the fastest: nothing changes."""

@@ -88,7 +88,7 @@ class Backward:
         return row_plan(self.traits, rows, max_ctas)
 
     def _by_window_entry(self, mGradApe, num_groups):
-        """The gradient of ape as (column, window entry, window.group): the layout of the partial sums, the groups on top of each other."""
+        """The gradient of ape as (column, window entry, group): the layout of the partial sums, the groups on top of each other."""
         problem = self.traits.problem
         shape = (problem.head_dim, (problem.ratio, problem.coff), num_groups)
         return cute.make_tensor(

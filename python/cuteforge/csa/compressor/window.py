@@ -61,8 +61,8 @@ class WindowStream(TraceConstant):
     def start(self):
         """Start copying the first windows; returns the segment state.
 
-        The first window is fetched before its segment is known, as if no segment had a tail, and again if that was wrong: a look-up
-        takes as long as the window itself (together 1.5 us of 8 for 8192 tokens).
+        The first window is fetched before its segment is known, as if no segment had a tail, and again if that was wrong. With the look-up
+        in one round (`warp_bracket`) this took 8192 tokens of d 128 from 8.4 to 7.8 us forward.
         """
         num_stages = self.traits.tile.num_stages
         state = (Int32(0), Int32(0), Int32(0), Int32(0))

@@ -77,7 +77,8 @@ class APIBase:
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
         self.samples = {name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)}
-        self._outputs = tuple(i for i, operand in enumerate(self.signature.operands) if operand.role == "out")
+        # Operands that may have strides which the compiled entry does not refuse.
+        self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.role == "out" or x.max_pitch_bytes)
         self._dims: Dims | None = None
         self._compiled: _Compiled | None = None
         self._was_compiled = False
@@ -226,9 +227,10 @@ class APIBase:
         scalars = compiled.scalars.get(device)
         if scalars is None:
             scalars = self._prepare_device(compiled, operands)
-        for i in self._outputs:
-            if not operands[i].is_contiguous():
-                self.signature.operands[i].check_no_self_overlap(operands[i].shape, operands[i].stride())
+        for i in self._stepped:
+            x = operands[i]
+            if not x.is_contiguous():
+                self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
         if self._is_empty(operands):
             return self.check_call(operands)
         self._check_on_request(operands)

@@ -176,13 +176,18 @@ class Operand:
             if extent > 1 and stride * spec.itemsize % align:
                 got = f"stride {stride} ({stride * spec.itemsize} bytes)"
                 raise ContractError(f"{self.name}: wanted every row aligned to {align} bytes, got {got}")
-            if extent > 1 and self.max_pitch_bytes and stride * spec.itemsize > self.max_pitch_bytes:
-                got = f"stride {stride} ({stride * spec.itemsize} bytes)"
-                raise ContractError(f"{self.name}: wanted rows at most {self.max_pitch_bytes} bytes apart, got {got}")
-        self.check_no_self_overlap(spec.shape, spec.stride)
+        self.check_steps(spec.shape, spec.stride, spec.itemsize)
 
-    def check_no_self_overlap(self, shape: Sequence[int], stride: Sequence[int]) -> None:
-        """Refuse an output of which two elements share an address (ContractError)."""
+    def check_steps(self, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> None:
+        """Refuse the strides that no compiled entry notices and that a contiguous tensor cannot have.
+
+        Raises:
+            ContractError: rows further apart than ``max_pitch_bytes``, an output of which two elements share an address.
+        """
+        for step, extent in zip(stride[: -self.dense_dims], shape[: -self.dense_dims]):
+            if extent > 1 and self.max_pitch_bytes and step * itemsize > self.max_pitch_bytes:
+                got = f"stride {step} ({step * itemsize} bytes)"
+                raise ContractError(f"{self.name}: wanted rows at most {self.max_pitch_bytes} bytes apart, got {got}")
         if self.role == "out" and overlaps_itself(shape, stride):
             got = f"shape {format_shape(shape)} with strides {format_shape(stride)}"
             raise ContractError(f"{self.name}: wanted an output whose elements do not overlap, got {got}")

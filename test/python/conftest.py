@@ -6,6 +6,7 @@ capability (a second GPU, memory) is skipped by the test that needs it, with the
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,22 @@ def device():
     import torch
 
     yield torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.synchronize()
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        _leave_dead_context(error)
+        raise
+
+
+def _leave_dead_context(error: Exception) -> None:
+    """End a worker of pytest-xdist whose CUDA context an illegal access has made useless.
+
+    The controller reports this test as the one that crashed and starts another worker, so that no later test fails for it.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        print(error, flush=True)
+        os._exit(1)
+    pytest.exit(f"the CUDA context is lost: {error}", returncode=3)
 
 
 @pytest.fixture

@@ -228,7 +228,9 @@ class CSACompressorBackward(_Compressor):
         """Refuse a workspace that is too small, and atomics where torch wants none."""
         if not self.deterministic:
             return _refuse_atomics_if_asked()
-        device_index = kv.get_device() if isinstance(kv, torch.Tensor) and kv.is_cuda else None
+        if not isinstance(kv, torch.Tensor) or not kv.is_cuda:
+            return  # the table refuses it by name
+        device_index = kv.get_device()
         needed = self.workspace_bytes_on(device_index)
         wanted = f"shape (W) with W >= {needed}, dtype uint8, on cuda:{device_index}"
         if not isinstance(workspace, torch.Tensor):

@@ -12,7 +12,6 @@ import functools
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -82,8 +81,7 @@ GROWTH = tuple(Shape(segments, 8192, 128, 4, 2) for segments in (1, 4, 16, 64, 1
 # Kernels shorter than a launch, so that the queue stays empty while the host is timed.
 HOST = Shape(4, 256, 128, 4, 2)
 
-COLD_BAR, WARM_BAR, IMPORT_BAR = Bar("us", 3.0e6), Bar("us", 0.3e6), Bar("us", 50e3)
-CUDA_START = "torch's CUDA start"
+IMPORT_BAR = Bar("us", 50e3)
 # The clock starts when torch is imported, its CUDA context exists and the inputs are there: what is timed is this
 # library's own work, the DSL's import and the compile or load included. The context's time is reported beside it.
 FIRST_USE = """
@@ -299,31 +297,11 @@ def host_rows(run: Run) -> Iterator[Row]:
 
 def start_rows(run: Run) -> Iterator[Row]:
     """First use in a fresh process with an empty cache, the next process, and the import alone."""
-    warm_runs = 1 if run.quick else 3
     if run.wants("start first use"):
-        with tempfile.TemporaryDirectory() as cache:
-            env = {"CUTEFORGE_CACHE_DIR": cache}
-            cold, *warm = (harness.run_fresh(FIRST_USE, env) for _ in range(1 + warm_runs))
-        harness.require_green(lambda: check_same_results(cold, warm))
-        yield start_row("first use, cold", [cold], COLD_BAR)
-        yield start_row("first use, warm", warm, WARM_BAR)
+        yield from runner.first_use_rows(run, FIRST_USE)
     if run.wants("start import"):
         us = statistics.median(harness.run_fresh(IMPORT)["us"] for _ in range(5))
         yield Row("import cuteforge", "start", us, bars=(IMPORT_BAR,))
-
-
-def start_row(case: str, processes: Sequence[dict], bar: Bar) -> Row:
-    first_us, cuda_us = (statistics.median(p[key] for p in processes) for key in ("first_us", "cuda_us"))
-    imported = any(p["imported_cutlass"] for p in processes)
-    print(f"{case}: cutlass {'was' if imported else 'was not'} imported", file=sys.stderr)
-    return Row(case, "start", first_us, {CUDA_START: cuda_us}, bars=(bar,))
-
-
-def check_same_results(cold: dict, warm: Sequence[dict]) -> None:
-    """A kernel loaded from disk computes what the freshly compiled one did."""
-    sums = {process["checksum"] for process in (cold, *warm)}
-    if len(sums) != 1 or not math.isfinite(cold["checksum"]):
-        raise AssertionError(f"the cold and the warm processes disagree: checksums {sorted(sums)}")
 
 
 SECTIONS = (speed_rows, short_rows, growth_rows, host_rows, start_rows)

@@ -35,6 +35,7 @@ DISTRIBUTIONS = (
     "apache-tvm-ffi",
     "nvidia-cudnn-frontend",
     "flashinfer-python",
+    "flash-attn-4",
 )
 
 # The scrub must outlast the host's work for one timed call (event records and launch, about 20 us), or host time leaks
@@ -70,7 +71,7 @@ def round_robin(names: Sequence[str], repeats: int) -> Iterator[str]:
 
 
 def measure_group(
-    candidates: Mapping[str, Callable[[], Any]], *, repeats: int = 20, flush: bool = True
+    candidates: Mapping[str, Callable[[], Any]], *, repeats: int = 20, flush: bool = True, scrubs: int = 1
 ) -> dict[str, float]:
     """Median device time of each candidate, measured side by side on torch's current stream and device.
 
@@ -78,6 +79,7 @@ def measure_group(
         candidates: name -> callable that enqueues its work on the current stream, on buffers allocated beforehand.
         repeats: event-timed single calls per candidate, interleaved with the other candidates' calls.
         flush: overwrite the L2 cache before each timed call.
+        scrubs: how often; each gives the host over 50 us to enqueue the call. More than one for a peer that takes longer.
 
     Returns:
         name -> median microseconds, in the order given. About 2 us of launch latency is included.
@@ -91,7 +93,7 @@ def measure_group(
     events: dict[str, list] = {name: [] for name in candidates}
     for name in round_robin(list(candidates), repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if scrub is not None:
+        for _ in range(scrubs if scrub is not None else 0):
             scrub.zero_()
         start.record()
         candidates[name]()
@@ -166,6 +168,13 @@ def measure_ceilings(repeats: int = 20) -> dict[str, float]:
 def tbps(size_bytes: float, us: float) -> float:
     """Bytes moved in `us` microseconds, as TB/s (1e12 bytes)."""
     return size_bytes / us * 1e-6
+
+
+def speed(size_bytes: int | None, flops: int | None, us: float) -> str:
+    """What a case of so many bytes, or floating point operations, reached; empty where neither is known."""
+    if flops:
+        return f"{flops / us * 1e-6:.0f} TFLOP/s"
+    return f"{tbps(size_bytes, us):.2f} TB/s" if size_bytes else ""
 
 
 def run_fresh(code: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -327,7 +336,7 @@ def gpu_slug(name: str) -> str:
 
 def format_table(rows: Sequence[Row]) -> str:
     """The rows as aligned plain text; each bar of a row on a line of its own."""
-    lines = [("case", "metric", "ours us", "TB/s", "floor us", "beside it, us", "bar")]
+    lines = [("case", "metric", "ours us", "speed", "floor us", "beside it, us", "bar")]
     for row in rows:
         verdicts = [bar.verdict(row) for bar in row.bars] or [""]
         lines.append((*_cells(row), verdicts[0]))
@@ -430,6 +439,5 @@ def _number(value: float) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     peers = ", ".join(f"{name} {_number(us)}" for name, us in row.peers_us.items())
-    speed = f"{tbps(row.bytes, row.ours_us):.2f}" if row.bytes else ""
     floor = "" if row.floor_us is None else f"{row.floor_us:.1f}"
-    return (row.case, row.metric, _number(row.ours_us), speed, floor, peers)
+    return (row.case, row.metric, _number(row.ours_us), speed(row.bytes, row.flops, row.ours_us), floor, peers)

@@ -12,6 +12,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+CUDNN_SDPA, FLASH_SDPA = "torch cuDNN", "torch FA2"
+
 
 class CudnnCompressor:
     """The CSA compressor kernels of nvidia-cudnn-frontend, launched directly.
@@ -100,6 +102,125 @@ def find_flashinfer_rope() -> tuple[FlashinferRope | None, str]:
         return FlashinferRope(apply), importlib.metadata.version("flashinfer-python")
     except Exception as error:  # whatever another library's import does here, ours is still measured
         return None, f"installed, but not usable: {type(error).__name__}: {error}"
+
+
+class TorchSdpa:
+    """`scaled_dot_product_attention` of torch, held to one backend."""
+
+    def __init__(self, name: str, backend: Any) -> None:
+        self.name = name
+        self._backend = backend
+
+    def attend(self, q, k, v, *, causal: bool) -> Callable[[], Any]:
+        """Callable that returns ``(B, L, Hq, D)``. q ``(B, L, Hq, D)``, k, v ``(B, S, Hkv, D)``; causal needs L == S."""
+        from torch.nn.attention import sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        by_head = tuple(x.transpose(1, 2) for x in (q, k, v))
+        options = {"is_causal": causal, "enable_gqa": q.shape[2] != k.shape[2]}
+
+        def call():
+            with sdpa_kernel(self._backend):
+                return scaled_dot_product_attention(*by_head, **options).transpose(1, 2)
+
+        return call
+
+
+def find_cudnn_sdpa() -> tuple[TorchSdpa | None, str]:
+    """torch's attention in cuDNN and the version of cuDNN, or None and the reason. Never raises for a missing peer."""
+    return _find_sdpa(CUDNN_SDPA, "CUDNN_ATTENTION", lambda torch: f"cuDNN {torch.backends.cudnn.version()}")
+
+
+def find_flash_sdpa() -> tuple[TorchSdpa | None, str]:
+    """torch's own FlashAttention 2 and the version of torch, or None and the reason. Never raises for a missing peer."""
+    return _find_sdpa(FLASH_SDPA, "FLASH_ATTENTION", lambda torch: f"torch {torch.__version__}")
+
+
+def _find_sdpa(name: str, backend: str, version: Callable[[types.ModuleType], str]) -> tuple[TorchSdpa | None, str]:
+    try:
+        torch, attention = (importlib.import_module(module) for module in ("torch", "torch.nn.attention"))
+        return TorchSdpa(name, getattr(attention.SDPBackend, backend)), version(torch)
+    except Exception as error:  # whatever this release of torch lacks, ours is still measured
+        return None, f"not usable: {type(error).__name__}: {error}"
+
+
+class FlashAttention4:
+    """The CuTe-DSL kernels of flash-attn-4, through its public functions. KV is not split: on Hopper it does not offer that.
+
+    Each callable allocates its result, about 80 us of host time in all, and returns it in the layout of q. It compiles at its
+    first call.
+    """
+
+    name = "flash-attn-4"
+
+    def __init__(self, dense: Callable[..., Any], varlen: Callable[..., Any]) -> None:
+        self._dense = dense
+        self._varlen = varlen
+
+    def attend(self, q, k, v, *, causal: bool) -> Callable[[], Any]:
+        """q ``(B, L, Hq, D)``, k, v ``(B, S, Hkv, D)``."""
+        return self._result_of(functools.partial(self._dense, q, k, v, causal=causal))
+
+    def attend_packed(self, q, k, v, cu_seqlens, max_seqlen: int, *, causal: bool) -> Callable[[], Any]:
+        """q ``(T, Hq, D)``, k, v ``(T, Hkv, D)``, cu_seqlens int32 ``(B + 1,)`` of both."""
+        lengths = {f"{what}_{side}": value for side in "qk" for what, value in
+                   (("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen))}  # fmt: skip
+        return self._result_of(functools.partial(self._varlen, q, k, v, **lengths, causal=causal))
+
+    def attend_paged(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seqlens_k,
+        max_seqlen_k: int,
+        *,
+        causal: bool,
+        cu_seqlens_q=None,
+        max_seqlen_q=None,
+    ) -> Callable[[], Any]:
+        """q ``(B, L, Hq, D)``, or ``(T, Hq, D)`` with `cu_seqlens_q`; k_cache, v_cache ``(P, ps, Hkv, D)``.
+
+        page_table: int32 ``(B, C)``. seqlens_k: int32 ``(B,)``.
+        """
+        packed = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        keys = {"seqused_k": seqlens_k, "max_seqlen_k": max_seqlen_k, "page_table": page_table}
+        return self._result_of(functools.partial(self._varlen, q, k_cache, v_cache, **keys, **packed, causal=causal))
+
+    @staticmethod
+    def _result_of(call: Callable[[], Any]) -> Callable[[], Any]:
+        """Without the lse, which is returned beside the result."""
+
+        def first():
+            result = call()
+            return result[0] if isinstance(result, tuple) else result
+
+        return first
+
+
+def find_flash_attention_4() -> tuple[FlashAttention4 | None, str]:
+    """The peer and its version, or None and the reason. Never raises for a missing peer."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None, "not installed"
+    try:
+        module = importlib.import_module("flash_attn.cute")
+        peer = FlashAttention4(module.flash_attn_func, module.flash_attn_varlen_func)
+        return peer, importlib.metadata.version("flash-attn-4")
+    except Exception as error:  # whatever another library's import does here, ours is still measured
+        return None, f"installed, but not usable: {type(error).__name__}: {error}"
+
+
+def find_attention() -> tuple[dict[str, TorchSdpa | FlashAttention4], str]:
+    """Every peer in attention by name, and a phrase on each that was looked for."""
+    finders = {
+        CUDNN_SDPA: find_cudnn_sdpa,
+        FLASH_SDPA: find_flash_sdpa,
+        FlashAttention4.name: find_flash_attention_4,
+    }
+    found = {name: find() for name, find in finders.items()}
+    usable = {name: peer for name, (peer, _) in found.items() if peer is not None}
+    return usable, "; ".join(f"{name}: {status}" for name, (_, status) in found.items())
 
 
 @contextlib.contextmanager

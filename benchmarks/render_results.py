@@ -18,7 +18,7 @@ import harness
 PAGES_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs" / "api"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NO_RESULTS = "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, `python benchmarks/render_results.py` this section."
-HEADER = ("case", "metric", "µs", "TB/s", "of copy ceiling", "beside it")
+HEADER = ("case", "metric", "µs", "speed", "of ceiling", "beside it")
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
@@ -33,7 +33,7 @@ def render_report(report: Mapping[str, Any]) -> str:
     facts = (
         f"**{report['gpu']}**, driver {report['driver']}, {', '.join(f'{k} {v}' for k, v in versions.items())}, {report['date']}. "
         f"Measured ceilings: copy {ceilings['copy_tbps']:.2f} TB/s, read {ceilings['read_tbps']:.2f} TB/s, "
-        f"launch {ceilings['raw_launch_us']:.2f} µs."
+        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, launch {ceilings['raw_launch_us']:.2f} µs."
     )
     rule = ("---", "---", "---:", "---:", "---:", "---")
     lines = (HEADER, rule, *map(_cells, report["rows"]))
@@ -79,10 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     us, peers = row["ours_us"], row["peers_us"]
-    speed = f"{harness.tbps(row['bytes'], us):.2f}" if row["bytes"] else ""
     share = f"{row['floor_us'] / us:.0%}" if row["floor_us"] else ""
     beside = ", ".join(f"{name} {_us(peer)} ({us / peer:.2f}x)" for name, peer in peers.items())
-    return row["case"], row["metric"], _us(us), speed, share, beside
+    return row["case"], row["metric"], _us(us), harness.speed(row["bytes"], row["flops"], us), share, beside
 
 
 def _us(us: float) -> str:

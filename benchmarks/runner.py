@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +19,9 @@ RAW = "raw launch"
 HOST_BARS = {"bound": 1.2, "execute": 1.7, "wrapper": 2.8}
 GROWTH_BAR = 1.1
 GROWTH_REFERENCE = "best smaller, scaled"
+
+COLD_BAR, WARM_BAR = Bar("us", 3.0e6), Bar("us", 0.3e6)
+CUDA_START = "torch's CUDA start"
 
 
 @dataclass(frozen=True)
@@ -36,32 +43,55 @@ class Run:
     def wants(self, name: str) -> bool:
         return not self.patterns or any(pattern in name for pattern in self.patterns)
 
-    def row(self, case: str, metric: str, us: float, size_bytes: int, beside: Mapping, bars: tuple[Bar, ...]) -> Row:
-        """A row of a memory-bound case, with the time that a copy of as many bytes takes."""
-        return Row(case, metric, us, beside, self.floor_us(size_bytes), size_bytes, bars=bars)
+    def row(
+        self,
+        case: str,
+        metric: str,
+        us: float,
+        work: int,
+        beside: Mapping[str, float],
+        bars: tuple[Bar, ...],
+        ceiling: str = "copy_tbps",
+    ) -> Row:
+        """A row of a case that one ceiling bounds, with the time that its work takes there.
 
-    def floor_us(self, size_bytes: int) -> float:
-        return size_bytes / self.ceiling["copy_tbps"] * 1e-6
+        Args:
+            work: bytes that must move, or floating point operations under the ceiling "matmul_tflops".
+        """
+        unit = "flops" if ceiling == "matmul_tflops" else "bytes"
+        return Row(case, metric, us, beside, self.floor_us(work, ceiling), bars=bars, **{unit: work})
+
+    def floor_us(self, work: int, ceiling: str = "copy_tbps") -> float:
+        return work / self.ceiling[ceiling] * 1e-6
 
 
 Section = Callable[[Run], Iterator[Row]]
 
 
 def growth_rows(
-    run: Run, metric: str, us: Mapping[str, float], tokens: Mapping[str, int], size_bytes: Mapping[str, int]
+    run: Run,
+    metric: str,
+    us: Mapping[str, float],
+    tokens: Mapping[str, int],
+    work: Mapping[str, int],
+    *,
+    ceiling: str = "copy_tbps",
+    label: str = "{tokens} tokens",
 ) -> Iterator[Row]:
     """Rows of one kernel at growing sizes: each against its time if every token cost what it costs at the best smaller size.
 
     A fixed launch latency makes small sizes dearer per token; what must not happen is that a larger one is.
 
     Args:
-        us, tokens, size_bytes: by case, smallest first.
+        us, tokens, work: by case, smallest first; `work` and `ceiling` as in `Run.row`.
+        label: how a row is named, of its `case` and `tokens`.
     """
     best_us_per_token = None
     for case, case_us in us.items():
         beside = {} if best_us_per_token is None else {GROWTH_REFERENCE: best_us_per_token * tokens[case]}
         bars = (Bar("ratio", GROWTH_BAR, GROWTH_REFERENCE),) if beside else ()
-        yield run.row(f"growth {tokens[case]} tokens", metric, case_us, size_bytes[case], beside, bars)
+        name = f"growth {label.format(case=case, tokens=tokens[case])}"
+        yield run.row(name, metric, case_us, work[case], beside, bars, ceiling)
         best_us_per_token = min(filter(None, (best_us_per_token, case_us / tokens[case])))
 
 
@@ -77,6 +107,40 @@ def host_rows(
     beside = {name: us[name] for name in (RAW, *peers)}
     for entry, limit in HOST_BARS.items():
         yield Row(f"{entry} {suffix}", "host", us[entry], beside, bars=(Bar("ratio", limit, RAW),))
+
+
+def first_use_rows(run: Run, code: str, label: str = "first use", warm_processes: int = 3) -> Iterator[Row]:
+    """A first use in a fresh process with an empty cache, and in the next processes.
+
+    Args:
+        code: for `harness.run_fresh`; prints an object with `cuda_us` (creating the context and the inputs), `first_us`, a
+            `checksum` of the result, and whether it `imported_cutlass`.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"CUTEFORGE_CACHE_DIR": cache}
+        cold, *warm = (harness.run_fresh(code, env) for _ in range(1 + (1 if run.quick else warm_processes)))
+    harness.require_green(lambda: check_same_results(cold, warm))
+    yield start_row(f"{label}, cold", [cold], COLD_BAR)
+    yield start_row(f"{label}, warm", warm, WARM_BAR)
+
+
+def start_row(case: str, processes: Sequence[Mapping[str, Any]], bar: Bar) -> Row:
+    first_us, cuda_us = (statistics.median(p[key] for p in processes) for key in ("first_us", "cuda_us"))
+    imported = any(p["imported_cutlass"] for p in processes)
+    print(f"{case}: cutlass {'was' if imported else 'was not'} imported", file=sys.stderr)
+    return Row(case, "start", first_us, {CUDA_START: cuda_us}, bars=(bar,))
+
+
+def check_same_results(cold: Mapping[str, Any], warm: Sequence[Mapping[str, Any]]) -> None:
+    """A kernel loaded from disk computes what the freshly compiled one did."""
+    sums = {process["checksum"] for process in (cold, *warm)}
+    if len(sums) != 1 or not math.isfinite(cold["checksum"]):
+        raise AssertionError(f"the cold and the warm processes disagree: checksums {sorted(sums)}")
+
+
+def best_peer_bar(limit: float, peers_us: Mapping[str, float]) -> Bar:
+    """At most `limit` times the time of the fastest of the peers that were measured."""
+    return Bar("ratio", limit, min(peers_us, key=peers_us.__getitem__, default="any peer"))
 
 
 def run_benchmark(

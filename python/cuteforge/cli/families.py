@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "csa": "cuteforge.cli.csa",
     "rotary": "cuteforge.cli.rotary",
+    "attention": "cuteforge.cli.attention",
 }
 
 

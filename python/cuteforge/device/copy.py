@@ -3,6 +3,7 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
 
 MIN_ASYNC_BYTES = 4  # cp.async moves 4, 8 or 16 bytes
@@ -46,6 +47,12 @@ def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(elems))
 
 
+def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:
+    """fp32 in shared memory at a byte address aligned to `count` of them: `size` of them, or `count`."""
+    pointer = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    return cute.make_tensor(pointer, cute.make_layout(size or count))
+
+
 def evict_first_policy() -> Int64:
     """L2 policy for data that is read once: it makes room for itself instead of pushing other data out."""
     return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64])
@@ -63,19 +70,26 @@ def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, policy):
         if wanted:
             dst.store(rows.run(address, cute.size(dst)).load())
     else:
-        # only 16-byte copies can pass L1 by
-        level = "cg" if size == 16 else "ca"
-        source_size = Int32(0)
-        if wanted:
-            source_size = Int32(size)
-        instruction = f"cp.async.{level}.shared.global"
-        args = [dst.iterator.toint(), address, source_size]
-        if cutlass.const_expr(policy is None):
-            cute.arch.inline_ptx(f"{instruction} [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=args)
-        else:
-            # with a policy the assembler no longer adds the fetch of whole lines by itself
-            operands = f"[{{$r0}}], [{{$r1}}], {size}, {{$r2}}, {{$r3}};"
-            cute.arch.inline_ptx(f"{instruction}.L2::cache_hint.L2::128B {operands}", read_only_args=[*args, policy])
+        cp_async(dst.iterator.toint(), address, size, wanted, policy)
+
+
+def cp_async(smem_address, gmem_address, size: int, wanted, policy=None) -> None:
+    """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read then.
+
+    Args:
+        smem_address, gmem_address: byte addresses, aligned to `size`.
+        policy: an L2 policy or None.
+    """
+    # only 16-byte copies can pass L1 by
+    level = "cg" if size == 16 else "ca"
+    args = [smem_address, gmem_address, select(wanted, Int32(size), Int32(0))]
+    instruction = f"cp.async.{level}.shared.global"
+    if policy is None:
+        cute.arch.inline_ptx(f"{instruction} [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=args)
+    else:
+        # with a policy the assembler no longer adds the fetch of whole lines by itself
+        operands = f"[{{$r0}}], [{{$r1}}], {size}, {{$r2}}, {{$r3}};"
+        cute.arch.inline_ptx(f"{instruction}.L2::cache_hint.L2::128B {operands}", read_only_args=[*args, policy])
 
 
 @cute.jit

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Float32, cute
 
 LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
 NEG_INF = -math.inf
 
 # Below this numerator the residual of `div_rn` is not exact any more (2**-126 is the smallest normal number, the residual needs 24 bits below).
@@ -67,6 +68,11 @@ def exp_fast(x, log2_scale: float = 0.0) -> Float32:
     """``exp(x) * 2**log2_scale`` in two instructions. The product with log2(e) is rounded, so the relative error grows to ``|x| * 2**-24``;
     results below 2**-126 are flushed to 0."""
     return _op("ex2.approx.ftz.f32 {$w0}, {$r0};", fma_rn(x, LOG2_E, log2_scale))
+
+
+def exp2_fast(x) -> Float32:
+    """2**x in one instruction; results below 2**-126 are flushed to 0, exp2(-inf) is 0."""
+    return _op("ex2.approx.ftz.f32 {$w0}, {$r0};", x)
 
 
 def sum_rn(terms) -> Float32:

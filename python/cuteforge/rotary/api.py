@@ -118,14 +118,14 @@ class RotaryEmbedding(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch(self._operands(x, table, out, positions, k, k_out), stream, (int(inverse),))
+        self._launch(self._operands(x, table, out, positions, k, k_out), stream, (1 if inverse else 0,))
 
     def bind(
         self, x: Any, table: Any, out: Any, positions: Any = None, *,
         k: Any = None, k_out: Any = None, inverse: bool = False, stream: Any = None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`."""
-        return self._bind(self._operands(x, table, out, positions, k, k_out), stream, (int(inverse),))
+        return self._bind(self._operands(x, table, out, positions, k, k_out), stream, (1 if inverse else 0,))
 
     def _operands(self, x, table, out, positions, k, k_out) -> tuple:
         """In signature order. A call with other operands than the sample's is refused."""

@@ -1,7 +1,7 @@
 """What a rotary kernel is compiled for, and how its work is cut. Pure Python: no torch, no cutlass.
 
 A pair of columns is rotated by the angle of its token and its place; all heads of a token share the angles. So a thread keeps the cosines and
-sines of a few adjacent pairs in registers and goes through several heads of one token.
+sines of a few adjacent pairs in registers and rotates them in several heads of one token: a group. A slot is a token and one of its groups.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,25 @@ from dataclasses import dataclass
 from cuteforge.tensor_spec import ITEMSIZE
 
 MAX_ACCESS_BYTES = 16
-NUM_THREADS = 256
-HEADS_PER_THREAD = 8
-HEADS_IN_FLIGHT = 4  # loaded before the first is rotated: with two 16-byte accesses each, 128 bytes a thread
 MAX_HEAD_DIM = 1024  # a CTA has a thread for each access of a head
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut and how memory is asked for; no choice changes a bit of the result.
+
+    A thread reads all that it rotates before it writes anything: `accesses_per_thread` are in flight at once, heads are as many as they make.
+    There is a kernel for each number of `accesses_per_thread`, ascending; a launch takes the largest whose grid has `min_ctas`, else the first.
+    A hint is what stands between ``ld.global`` or ``st.global`` and the width, ``.cs`` for example.
+    """
+
+    num_threads: int = 128
+    accesses_per_thread: tuple[int, ...] = (2, 4)
+    min_ctas: int = 264  # two for each of an H200's 132 SMs
+    threads_per_sm: int = 1024  # whose registers an SM holds: 64 each, for 64 KB of 16-byte accesses in flight
+    load_hint: str = ""
+    store_hint: str = ""  # whatever comes next reads the result, so nothing is told to leave L2 early
+    smem_carveout: int = 0  # percent; no shared memory is used, and the slots of a token share its angles through L1
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,11 @@ class Problem:
         return self.access_elems * ITEMSIZE[self.dtype]
 
     @property
+    def accesses_per_head(self) -> int:
+        """Of one thread: a stretch of interleaved pairs is one, unless an access is narrower than a pair; split halves are two."""
+        return 2 * self.pairs_per_unit // self.access_elems
+
+    @property
     def pairs_per_unit(self) -> int:
         """Adjacent pairs that a thread rotates in each head."""
         return max(self.access_elems // 2, 1) if self.interleaved else self.access_elems
@@ -56,6 +76,7 @@ class Traits:
     rank: int
     has_keys: bool
     positions: str | None  # dtype; None when the table has a row for each token, cos and sin next to each other
+    tile: Tile = Tile()
 
     @property
     def rotary_units(self) -> int:
@@ -72,17 +93,21 @@ class Traits:
         return self.rotary_units + self.copy_units
 
     @property
-    def tokens_per_cta(self) -> int:
-        return max(NUM_THREADS // self.units, 1)
+    def slots_per_cta(self) -> int:
+        return max(self.tile.num_threads // self.units, 1)
 
     @property
     def num_threads(self) -> int:
         """Threads of a CTA, whole warps."""
-        return -(-self.units * self.tokens_per_cta // 32) * 32
+        return -(-self.units * self.slots_per_cta // 32) * 32
+
+    @property
+    def heads_per_thread(self) -> tuple[int, ...]:
+        """Of each kernel, ascending."""
+        per_head = self.problem.accesses_per_head
+        return tuple(sorted({max(accesses // per_head, 1) for accesses in self.tile.accesses_per_thread}))
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs whose registers an SM holds: 80 a thread for 96 KB of loads in flight, more where columns are copied as well."""
-        if self.num_threads > 256:
-            return 1
-        return 2 if self.copy_units else 3
+        """CTAs whose registers an SM holds."""
+        return max(self.tile.threads_per_sm // self.num_threads, 1)

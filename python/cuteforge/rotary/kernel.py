@@ -1,20 +1,21 @@
 """Rotary kernel: rotates pairs of columns of all heads of a token by the token's angles, for one tensor or for q and k in one launch.
 
 One source for every pairing, width, dtype and layout. Memory-bound: each element is read and written once, with 16-byte accesses where the
-head dim allows; cosines and sines are read once for up to `HEADS_PER_THREAD` heads.
+head dim allows. Nothing that a thread reads of its heads waits for an angle: position, heads and angles are two memory latencies, not three.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from cuteforge.device.copy import gmem_run, load_fp32
+from cuteforge.device.copy import load_fp32
 from cuteforge.device.math import fma_rn, mul_rn, select
 from cuteforge.device.traced import TraceConstant, named_kernel
-from cuteforge.rotary.config import HEADS_IN_FLIGHT, HEADS_PER_THREAD, Traits
+from cuteforge.rotary.config import MAX_ACCESS_BYTES, Traits
 from cuteforge.rotary.fake_operands import FakeOperands
 from cuteforge.runtime.compile_cache import Build
+from cuteforge.tensor_spec import ITEMSIZE
 
 NAN = float("nan")
 
@@ -40,13 +41,15 @@ class Heads(TraceConstant):
         base, *strides, num_heads = (select(condition, b, a) for a, b in zip(mine, theirs))
         return Heads(self.dtype, base, tuple(strides), num_heads)
 
-    def token(self, index):
-        """Byte address of a token; `index` is (t,) or (b, l)."""
-        return self.base + token_offset(index, self.token_strides) * self.itemsize
+    def address(self, index, head, col):
+        """Byte address of a column of a head; the token's `index` is (t,) or (b, l)."""
+        offset = token_offset(index, self.token_strides) + Int64(head) * self.head_stride + Int64(col)
+        return self.base + offset * self.itemsize
 
-    def head(self, address, head):
-        """Byte address of a head of the token at `address`."""
-        return address + Int64(head) * self.head_stride * self.itemsize
+    @property
+    def pitch(self):
+        """Bytes from one head to the next."""
+        return self.head_stride * self.itemsize
 
 
 def token_offset(index, stride):
@@ -78,21 +81,33 @@ class Rotary:
         stream: cuda.CUstream,
     ):
         """What `traits` has no use for is None: the keys, or the sines and positions where `mCos` is a table of pairs."""
-        num_tokens = mX.shape[0]
-        if cutlass.const_expr(self.traits.rank == 4):
-            num_tokens = mX.shape[0] * mX.shape[1]
-        groups = head_groups(mX)
-        if cutlass.const_expr(self.traits.has_keys):
-            groups += head_groups(mK)
-        num_ctas = (num_tokens + self.traits.tokens_per_cta - 1) // self.traits.tokens_per_cta * groups
-        if num_ctas > 0:
-            self.kernel(mX, mOut, mK, mKOut, mCos, mSin, mPositions, num_tokens, groups, inverse).launch(
-                grid=(num_ctas, 1, 1),
-                block=(self.traits.num_threads, 1, 1),
-                min_blocks_per_mp=self.traits.ctas_per_sm,
-                preferred_smem_carveout=0,
-                stream=stream,
-            )
+        traits = self.traits
+        num_tokens, length = mX.shape[0], None
+        if cutlass.const_expr(traits.rank == 4):
+            num_tokens, length = mX.shape[0] * mX.shape[1], mX.shape[1]
+        choices = [(heads, *self._grid(mX, mK, num_tokens, heads)) for heads in traits.heads_per_thread]
+        chosen = Int32(choices[0][0])
+        for heads, num_ctas, _ in choices[1:]:
+            chosen = select(num_ctas >= traits.tile.min_ctas, Int32(heads), chosen)
+        for heads, num_ctas, groups in choices:
+            if (chosen == heads) & (num_ctas > 0):
+                divisors = fast_divisor(groups), None if length is None else fast_divisor(length)
+                operands = mX, mOut, mK, mKOut, mCos, mSin, mPositions
+                self.kernel(*operands, num_tokens, *divisors, inverse, heads).launch(
+                    grid=(num_ctas, 1, 1),
+                    block=(traits.num_threads, 1, 1),
+                    min_blocks_per_mp=traits.ctas_per_sm,
+                    preferred_smem_carveout=traits.tile.smem_carveout,
+                    stream=stream,
+                )
+
+    def _grid(self, mX, mK, num_tokens, heads: int):
+        """(CTAs, groups of a token) for a number of heads a thread."""
+        slots = self.traits.slots_per_cta
+        groups = head_groups(mX, heads)
+        if self.traits.has_keys:
+            groups += head_groups(mK, heads)
+        return num_tokens // slots * groups + (num_tokens % slots * groups + (slots - 1)) // slots, groups
 
     @cute.kernel
     def kernel(
@@ -105,129 +120,86 @@ class Rotary:
         mSin: cute.Tensor | None,
         mPositions: cute.Tensor | None,
         num_tokens: Int32,
-        groups: Int32,
+        groups: cute.FastDivmodDivisorV2,
+        length: cute.FastDivmodDivisorV2 | None,
         inverse: Int32,
+        heads: cutlass.Constexpr[int],
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits = self.traits
-        unit = tidx % traits.units
-        place = tidx // traits.units
-        # The groups of heads of the same tokens are neighbours, so that a token's angles are still in L2.
-        token = bidx // groups * traits.tokens_per_cta + place
-        group = bidx % groups
-        if token < num_tokens and place < traits.tokens_per_cta:
-            index = (token // mX.shape[1], token % mX.shape[1]) if cutlass.const_expr(traits.rank == 4) else (token,)
-            angles = self._angles(mCos, mSin, mPositions, index, unit, inverse)
+        unit, place = tidx % traits.units, tidx // traits.units
+        # The groups of a token are neighbours, so that its angles come from L1 for all but the first. As many CTAs as a token has groups
+        # share `slots_per_cta` tokens: no number of slots is formed, which could pass 2**31.
+        block, part = divmod(bidx, groups)
+        row, group = divmod(part * traits.slots_per_cta + place, groups)
+        first_token = block * traits.slots_per_cta
+        if row < num_tokens - first_token and place < traits.slots_per_cta:
+            token = first_token + row
+            index = divmod(token, length) if cutlass.const_expr(traits.rank == 4) else (token,)
             source, target = Heads.of(mX), Heads.of(mOut)
             if cutlass.const_expr(traits.has_keys):
-                is_key = group >= head_groups(mX)
+                is_key = group >= head_groups(mX, heads)
                 source, target = source.unless(is_key, Heads.of(mK)), target.unless(is_key, Heads.of(mKOut))
-                group -= select(is_key, head_groups(mX), Int32(0))
-            self._heads(source, target, index, group, unit, angles)
+                group -= select(is_key, head_groups(mX, heads), Int32(0))
+            angles = Angles(traits, mCos, mSin, mPositions, index)
+            if unit < traits.rotary_units:
+                self._rotate(source, target, index, group * heads, unit, angles, inverse, heads)
+            elif cutlass.const_expr(traits.copy_units > 0):
+                self._copy(source, target, index, group * heads, unit - traits.rotary_units, angles, heads)
 
-    def _angles(self, mCos, mSin, mPositions, index, unit, inverse):
-        """(cosines, sines, whether the position is in the table) of the thread's pairs; NaN outside the table, which is not read then.
-
-        The last is None for a table of pairs, which has a row for each token.
-        """
-        pairs = self.traits.problem.pairs_per_unit
-        first = select(unit < self.traits.rotary_units, unit * pairs, Int32(0))
-        if self.traits.positions is None:
-            row = mCos.iterator.toint() + (token_offset(index, mCos.stride) + Int64(2 * first)) * 4
-            both = load_floats(row, 2 * pairs)
-            cosines, sines, is_known = both[0::2], both[1::2], None
-        else:
-            position = mPositions[index if len(index) > 1 else index[0]]
-            is_known = (position >= 0) & (position < mCos.shape[0])
-            cosines = self._table_run(mCos, position, is_known, first)
-            sines = self._table_run(mSin, position, is_known, first)
-        return cosines, [select(inverse != 0, -sine, sine) for sine in sines], is_known
-
-    @cute.jit
-    def _table_run(self, mTable: cute.Tensor, position, is_known, first: Int32):
-        pairs = self.traits.problem.pairs_per_unit
-        rTable = cute.make_rmem_tensor(pairs, Float32)
-        rTable.fill(NAN)
-        if is_known:
-            row = mTable.iterator.toint() + (Int64(position) * Int64(mTable.stride[0]) + Int64(first)) * 4
-            values = load_floats(row, pairs)
-            for i in cutlass.range_constexpr(pairs):
-                rTable[i] = values[i]
-        return [rTable[i] for i in range(pairs)]
-
-    @cute.jit
-    def _heads(self, source: Heads, target: Heads, index, group: Int32, unit: Int32, angles):
-        """The thread's columns of the heads of one group."""
-        problem = self.traits.problem
-        source_token, target_token = source.token(index), target.token(index)
-        for batch in cutlass.range_constexpr(HEADS_PER_THREAD // HEADS_IN_FLIGHT):
-            first_head = group * HEADS_PER_THREAD + batch * HEADS_IN_FLIGHT
-            if unit < self.traits.rotary_units:
-                self._rotate(source, target, source_token, target_token, first_head, unit, angles)
-            elif cutlass.const_expr(self.traits.copy_units > 0):
-                wanted = source.base != target.base
-                if cutlass.const_expr(angles[2] is not None):
-                    wanted = wanted | ~angles[2]
-                if wanted:
-                    col = problem.rotary_dim + (unit - self.traits.rotary_units) * problem.access_elems
-                    self._copy(source, target, source_token, target_token, first_head, col, angles[2])
-
-    @cute.jit
-    def _rotate(self, source, target, source_token, target_token, first_head: Int32, unit: Int32, angles):
-        """Load the pairs of all heads in flight, then rotate and store them one head after another."""
-        heads = [first_head + i for i in range(HEADS_IN_FLIGHT)]
-        # heads past the last one load it again and store nothing
+    def _rotate(self, source: Heads, target: Heads, index, first_head, unit, angles: "Angles", inverse, heads: int):
+        """Load the thread's pairs of all its heads, then their angles; rotate and store one head after another."""
+        problem, tile = self.traits.problem, self.traits.tile
+        pair = unit * problem.pairs_per_unit
+        col = 2 * pair if problem.interleaved else pair
+        wanted = [are_left(source, first_head, i) for i in range(heads)]
         loaded = [
-            [
-                load_fp32(run)
-                for run in self._runs(source, source.head(source_token, cutlass.min(head, source.num_heads - 1)), unit)
-            ]
-            for head in heads
+            [load_words(run, problem.align_bytes, want, tile.load_hint) for run in self._runs(head)]
+            for head, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
         ]
-        for head, values in zip(heads, loaded):
-            if head < source.num_heads:
-                runs = self._runs(target, target.head(target_token, head), unit)
-                store_fp32(runs, self._rotated(values, *angles[:2]))
+        cosines, sines = angles.load(pair)
+        sines = [select(inverse != 0, -sine, sine) for sine in sines]
+        for head, words, want in zip(adjacent_heads(target, index, first_head, col, heads), loaded, wanted):
+            values = [load_fp32(as_elements(run, source.dtype)) for run in words]
+            for run, columns in zip(self._runs(head), self._rotated(values, cosines, sines), strict=True):
+                store_words(run, as_words(columns, target.dtype), want, tile.store_hint)
 
     @cute.jit
-    def _copy(self, source, target, source_token, target_token, first_head: Int32, col: Int32, is_known):
-        """Columns that are not rotated."""
-        elems = self.traits.problem.access_elems
-        for i in cutlass.range_constexpr(HEADS_IN_FLIGHT):
-            head = first_head + i
-            if head < source.num_heads:
-                offset = Int64(col * source.itemsize)
-                kept = gmem_run(source.dtype, source.head(source_token, head) + offset, elems).load()
-                run = gmem_run(target.dtype, target.head(target_token, head) + offset, elems)
-                if cutlass.const_expr(is_known is None):
-                    run.store(kept)
-                else:
-                    # bits are copied, not numbers: the payload of a NaN stays
-                    if is_known:
-                        run.store(kept)
-                    else:
-                        run.fill(NAN)
+    def _copy(self, source: Heads, target: Heads, index, first_head: Int32, unit: Int32, angles: "Angles", heads: int):
+        """Columns that are not rotated: bits are copied, not numbers, so that the payload of a NaN stays."""
+        problem, tile = self.traits.problem, self.traits.tile
+        col = problem.rotary_dim + unit * problem.access_elems
+        needed = source.base != target.base
+        if cutlass.const_expr(angles.is_known is not None):
+            needed = needed | ~angles.is_known
+        if needed:
+            wanted = [are_left(source, first_head, i) for i in range(heads)]
+            loaded = [
+                load_words(address, problem.align_bytes, want, tile.load_hint)
+                for address, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
+            ]
+            nan = as_words([Float32(NAN)] * problem.access_elems, target.dtype)
+            targets = adjacent_heads(target, index, first_head, col, heads)
+            for address, words, want in zip(targets, loaded, wanted):
+                if cutlass.const_expr(angles.is_known is not None):
+                    words = [type(word)(select(angles.is_known, word, other)) for word, other in zip(words, nan)]
+                store_words(address, words, want, tile.store_hint)
 
-    def _runs(self, heads: Heads, address, unit):
-        """The runs of a head that hold the thread's pairs: (firsts, seconds) of half-split pairs, or one stretch of interleaved ones."""
+    def _runs(self, address):
+        """Addresses of the accesses that hold the thread's pairs of a head: of (firsts, seconds) of split pairs, or of interleaved ones."""
         problem = self.traits.problem
-        if problem.interleaved:
-            cols = range(0, 2 * problem.pairs_per_unit, problem.access_elems)
-            first = unit * (2 * problem.pairs_per_unit)
-        else:
+        cols = range(0, 2 * problem.pairs_per_unit, problem.access_elems)
+        if not problem.interleaved:
             cols = (0, problem.rotary_dim // 2)
-            first = unit * problem.pairs_per_unit
-        return [
-            gmem_run(heads.dtype, address + Int64((first + col) * heads.itemsize), problem.access_elems) for col in cols
-        ]
+        return [address + col * ITEMSIZE[problem.dtype] for col in cols]
 
     def _rotated(self, values, cosines, sines):
         """The rotated runs, as `values` is laid out."""
         flat = [value for run in values for value in run]
         pairs = self.traits.problem.pairs_per_unit
         firsts, seconds = (flat[0::2], flat[1::2]) if self.traits.problem.interleaved else (flat[:pairs], flat[pairs:])
-        turned = [rotate(*pair) for pair in zip(firsts, seconds, cosines, sines)]
+        turned = [rotate(*pair) for pair in zip(firsts, seconds, cosines, sines, strict=True)]
         if self.traits.problem.interleaved:
             flat = [value for pair in turned for value in pair]
         else:
@@ -236,9 +208,59 @@ class Rotary:
         return [flat[i : i + length] for i in range(0, len(flat), length)]
 
 
-def head_groups(mX):
-    """Groups of heads that one thread goes through."""
-    return (mX.shape[len(mX.shape) - 2] + (HEADS_PER_THREAD - 1)) // HEADS_PER_THREAD
+class Angles(TraceConstant):
+    """The angles of a token: by its position, which is asked for at once, or from its own row of a table of pairs."""
+
+    def __init__(self, traits: Traits, mCos, mSin, mPositions, index):
+        self.pairs = traits.problem.pairs_per_unit
+        self.mCos, self.mSin, self.index = mCos, mSin, index
+        self.is_known = None  # whether the position is in the table; None where there are no positions
+        if mPositions is not None:
+            self.position = mPositions[index if len(index) > 1 else index[0]]
+            self.is_known = (self.position >= 0) & (self.position < mCos.shape[0])
+
+    def load(self, pair):
+        """(cosines, sines) of a thread's pairs, of which `pair` is the first; NaN outside the table, which is not read then."""
+        if self.is_known is not None:
+            return self._by_position(pair)
+        both = load_floats(self.mCos, token_offset(self.index, self.mCos.stride) + Int64(2 * pair), 2 * self.pairs)
+        return both[0::2], both[1::2]
+
+    @cute.jit
+    def _by_position(self, pair: Int32):
+        # A branch, not predicates: the assembler moves no load behind it, so that what was loaded before does not wait for the position.
+        tables = (self.mCos, self.mSin)
+        rTables = [cute.make_rmem_tensor(self.pairs, Float32) for _ in tables]
+        for rTable in rTables:
+            rTable.fill(NAN)
+        if self.is_known:
+            for mTable, rTable in zip(tables, rTables):
+                offset = Int64(self.position) * Int64(mTable.stride[0]) + Int64(pair)
+                fill(rTable, load_floats(mTable, offset, self.pairs))
+        return [elements(rTable) for rTable in rTables]
+
+
+def head_groups(mX, heads: int):
+    """Groups of heads that one thread rotates."""
+    return (mX.shape[len(mX.shape) - 2] + (heads - 1)) // heads
+
+
+def fast_divisor(number):
+    """A divisor whose reciprocal the host finds; of 0, with which nothing is launched, as of 1."""
+    return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
+
+
+def adjacent_heads(heads: Heads, index, first_head, col, count: int) -> list:
+    """Byte addresses of a column of adjacent heads."""
+    addresses = [heads.address(index, first_head, col)]
+    while len(addresses) < count:
+        addresses.append(addresses[-1] + heads.pitch)
+    return addresses
+
+
+def are_left(heads: Heads, first_head, i: int):
+    """Whether a group has a head `i`; None for the first, which it has."""
+    return first_head + i < heads.num_heads if i else None
 
 
 def rotate(first, second, cosine, sine):
@@ -246,19 +268,78 @@ def rotate(first, second, cosine, sine):
     return fma_rn(first, cosine, -mul_rn(second, sine)), fma_rn(first, sine, mul_rn(second, cosine))
 
 
-def load_floats(address, count: int) -> list:
-    """`count` adjacent fp32, in accesses of up to 16 bytes."""
-    step = min(count, 4)
-    return [value for i in range(0, count, step) for value in load_fp32(gmem_run(Float32, address + 4 * i, step))]
+def load_floats(mTable, offset, count: int) -> list:
+    """`count` adjacent fp32 at an element offset, in accesses of up to 16 bytes."""
+    address, step = mTable.iterator.toint() + offset * 4, min(4 * count, MAX_ACCESS_BYTES)
+    runs = [load_words(address + i, step, None, "", Float32) for i in range(0, 4 * count, step)]
+    return [value for run in runs for value in run]
 
 
-def store_fp32(runs, values) -> None:
-    """Store lists of fp32 to runs, each value rounded once."""
-    for run, columns in zip(runs, values):
-        rX = cute.make_rmem_tensor(len(columns), run.element_type)
-        for i, value in enumerate(columns):
-            rX[i] = value.to(run.element_type)
-        run.store(rX.load())
+def load_words(address, size_bytes: int, wanted, hint: str, word=None) -> list:
+    """`size_bytes` of global memory in one access, as words of a type; anything where not `wanted`, and nothing is read then.
+
+    Spelled as PTX for the predicate and the hint.
+    """
+    word = word or word_type(size_bytes)
+    count = size_bytes * 8 // word.width
+    words = cute.arch.inline_ptx(
+        f"ld.global{hint}{access_suffix(word, count)} {operand_list('w', count)}, [{{$r0}}];",
+        write_only_types=[word] * count,
+        read_only_args=[address],
+        predicate=wanted,
+    )
+    return list(words) if count > 1 else [words]
+
+
+def store_words(address, words: list, wanted, hint: str) -> None:
+    """Write words to adjacent places in one access; nothing where not `wanted`."""
+    count = len(words)
+    cute.arch.inline_ptx(
+        f"st.global{hint}{access_suffix(type(words[0]), count)} [{{$r{count}}}], {operand_list('r', count)};",
+        read_only_args=[*words, address],
+        predicate=wanted,
+    )
+
+
+def word_type(size_bytes: int):
+    """What an access of so many bytes is made of."""
+    return Uint16 if size_bytes == 2 else Uint32
+
+
+def access_suffix(word, count: int) -> str:
+    """Vector length and width, as PTX spells them."""
+    return (f".v{count}" if count > 1 else "") + f".b{word.width}"
+
+
+def operand_list(kind: str, count: int) -> str:
+    """The first operands of a kind, as PTX spells a vector."""
+    operands = ", ".join(f"{{${kind}{i}}}" for i in range(count))
+    return f"{{{operands}}}" if count > 1 else operands
+
+
+def as_elements(words: list, dtype) -> cute.Tensor:
+    """Words in registers as elements of a type."""
+    word = type(words[0])
+    rX = cute.make_rmem_tensor(len(words) * word.width // dtype.width, dtype)
+    # recast to the wider type: a tensor of one word, whose stride is 0, would become one of one element
+    fill(cute.recast_tensor(rX, word), words)
+    return rX
+
+
+def as_words(values: list, dtype) -> list:
+    """fp32 values, each rounded once to `dtype`, as the words of one access."""
+    rX = cute.make_rmem_tensor(len(values), dtype)
+    fill(rX, [value.to(dtype) for value in values])
+    return elements(cute.recast_tensor(rX, word_type(len(values) * dtype.width // 8)))
+
+
+def fill(rX, values) -> None:
+    for i, value in enumerate(values):
+        rX[i] = value
+
+
+def elements(rX) -> list:
+    return [rX[i] for i in range(cute.size(rX))]
 
 
 def build(traits: Traits) -> Build:

@@ -14,16 +14,13 @@ from cuteforge.runtime.compile_cache import Kernel
 _WRONG_ARCH_SIGNS = ("NoKernelImageForDevice", "no kernel image")
 
 
-def launch(kernel: Kernel, tensors: Sequence[Any], scalars: Sequence[Any], raw_stream: int) -> None:
-    """Launch `kernel` on the stream with handle `raw_stream`.
+def entry_of(kernel: Kernel) -> Callable[..., None]:
+    """``entry(*tensors, *scalars, raw_stream)`` of `kernel`, in an NVTX range if CUTEFORGE_NVTX asks for one now.
 
     Operands that the entry refuses raise before anything is launched (`translate_error` says what). The current device
     may be any: the entry launches on the device of the tensors and restores the current one.
     """
-    if env.nvtx():
-        _launch_in_range(kernel, *tensors, *scalars, raw_stream)
-    else:
-        kernel.entry(*tensors, *scalars, raw_stream)
+    return functools.partial(_launch_in_range, kernel) if env.nvtx() else kernel.entry
 
 
 def _launch_in_range(kernel: Kernel, *args: Any) -> None:
@@ -42,7 +39,8 @@ def bound_launch(
 
     Args:
         kernel: the kernel.
-        tensors: CUDA tensors of one device, at least one; kept alive. Their storage must not be moved or resized.
+        tensors: CUDA tensors of one device, the first of them at least, and None for what the kernel does not have; kept alive.
+            Their storage must not be moved or resized.
         scalars: run-time scalars.
         stream: as in `streams.stream_handle`; None takes torch's current stream of the tensors' device at each call.
     """
@@ -50,9 +48,9 @@ def bound_launch(
 
     device_index = tensors[0].device.index
     # detach: torch refuses to export a tensor that requires grad. Each view keeps its storage alive.
-    args = (*(tvm_ffi.from_dlpack(tensor.detach()) for tensor in tensors), *scalars)
-    run = functools.partial(_launch_in_range, kernel) if env.nvtx() else kernel.entry
-    prepared = functools.partial(run, *args)
+    given = (None if tensor is None else tvm_ffi.from_dlpack(tensor.detach()) for tensor in tensors)
+    args = (*given, *scalars)
+    prepared = functools.partial(entry_of(kernel), *args)
     if stream is not None:
         handle = streams.stream_handle(stream, device_index)
         call = functools.partial(prepared, handle)

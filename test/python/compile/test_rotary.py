@@ -3,7 +3,7 @@
 import pytest
 
 from cuteforge.rotary import kernel
-from cuteforge.rotary.config import HEADS_PER_THREAD, Problem, Traits
+from cuteforge.rotary.config import Problem, Traits
 from helpers import sass
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -35,11 +35,14 @@ CASES = [
 @pytest.mark.parametrize(("arch", "traits", "width"), CASES)
 def test_machine_code(arch, traits, width):
     binary = sass.compile_binary(kernel.build(traits), arch)
-    (code,) = binary.kernels.values()
-    assert (code.stack_bytes, code.local_bytes) == (0, 0)
-    assert not code.matching(r"D(ADD|MUL|FMA)\b|.*\.F64|HMMA|LDGSTS")
     assert traits.num_threads <= 1024
-    assert code.registers * traits.num_threads <= 65536
+    for code in binary.kernels.values():
+        assert (code.stack_bytes, code.local_bytes) == (0, 0)
+        assert not code.matching(r"D(ADD|MUL|FMA)\b|.*\.F64|HMMA|LDGSTS")
+        assert code.registers * traits.num_threads * traits.ctas_per_sm <= 65536
+    accesses = traits.problem.accesses_per_head + (traits.copy_units > 0)
     opcode = {2: "STG.E.U16", 4: "STG.E", 8: "STG.E.64", 16: "STG.E.128"}[width]
-    runs = 2 if not traits.problem.interleaved or traits.problem.access_elems == 1 else 1
-    assert code.matching("STG")[opcode] >= runs * HEADS_PER_THREAD
+    kernels = sorted(binary.kernels.values(), key=lambda code: code.count("STG"))
+    for code, heads in zip(kernels, traits.heads_per_thread, strict=True):
+        assert code.matching("STG") == {opcode: heads * accesses}
+        assert code.count("FFMA") == 2 * traits.problem.pairs_per_unit * heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from dataclasses import dataclass, replace
@@ -268,6 +269,26 @@ def test_parameters_run_only_where_no_graph_is_expected(kernels, gpu):
     assert len(kernel.launches) == 3
 
 
+def test_parameter_without_memory_is_refused(kernels, gpu):
+    """Parameters skip the questions that other subclasses are asked, not this one."""
+    op, kernel = compiled_scale(kernels)
+    x, index, y = cpu_operands()
+    parameter = torch.nn.Parameter(y.to("meta"), requires_grad=False)
+    with pytest.raises(ContractError, match="^y: wanted a tensor with device memory, got a meta tensor"):
+        op.execute(x, index, parameter)
+    assert kernel.launches == []
+
+
+def test_graph_is_not_looked_for_where_the_caller_did(kernels, gpu):
+    """A wrapper asks its operands before it decides how to launch; other kinds are refused all the same."""
+    op, kernel = compiled_scale(kernels)
+    x, index, y = cpu_operands()
+    op._launch((x.clone().requires_grad_(), index, y), check_graph=False)
+    with pytest.raises(ContractError, match="^y: .*got a FakeTensor"):
+        op._launch((x, index, fake_tensor()), check_graph=False)
+    assert len(kernel.launches) == 1
+
+
 def test_broadcast_output_is_refused_before_the_launch(kernels, gpu):
     op, kernel = compiled_scale(kernels)
     x, index, y = cpu_operands()
@@ -340,6 +361,23 @@ def test_environment_turns_checks_on(kernels, gpu, table_passes, monkeypatch):
     op.execute(*cpu_operands())
     assert (len(table_passes), op.content_checks) == (2, 1)
     assert len(kernel.launches) == 3
+
+
+def test_environment_turns_nvtx_ranges_on(kernels, gpu, monkeypatch):
+    op, kernel = compiled_scale(kernels)
+    ranges = []
+
+    @contextlib.contextmanager
+    def nvtx_range(text):
+        ranges.append((text, len(kernel.launches)))
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
+    op.execute(*cpu_operands())
+    monkeypatch.setenv("CUTEFORGE_NVTX", "1")
+    op.execute(*cpu_operands())
+    assert ranges == [("cuteforge nowhere:build", 1)], "entered before the second launch"
+    assert len(kernel.launches) == 2
 
 
 def test_explicit_stream_is_launched_on_and_recorded(kernels, gpu, monkeypatch):

@@ -82,6 +82,13 @@ def test_measure_group_without_flush_does_not_scrub(monkeypatch):
     assert "scrub" not in device.log
 
 
+def test_scrubs_give_a_slow_host_time_before_the_events(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.0)
+    device = FakeDevice(monkeypatch)
+    harness.measure_group({"a": lambda: device.run("a", 1.0)}, repeats=2, scrubs=3)
+    assert device.log[1:] == ["scrub", "scrub", "scrub", "record", "a", "record"] * 2
+
+
 def test_measure_host_divides_by_the_calls_and_drains_outside_the_clock(monkeypatch):
     monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.0)
     now_ns = [0]
@@ -178,6 +185,13 @@ def test_table_lists_every_bar_on_a_line_of_its_own():
     assert harness.summarize_bars([row]) == "bars: 1 met, 1 missed, 0 not measured"
 
 
+def test_speed_has_the_unit_of_what_bounds_the_case():
+    assert harness.speed(None, 77 * 10**9, 100.0) == "770 TFLOP/s"
+    assert harness.speed(42 * 10**7, None, 100.0) == "4.20 TB/s"
+    assert harness.speed(None, None, 100.0) == ""
+    assert "770 TFLOP/s" in harness.format_table([Row("a", "prefill", 100.0, flops=77 * 10**9)])
+
+
 def test_red_gate_stops_the_run_and_names_the_reason():
     harness.require_green(lambda: None)
 
@@ -254,6 +268,44 @@ def test_growth_is_judged_against_the_best_smaller_size():
     assert [row.bars[0].is_met(row) for row in rows[1:]] == [True, False, True, True]
 
 
+def test_a_row_is_held_against_the_ceiling_that_bounds_it():
+    run = runner.Run(None, CEILINGS, 20, False)
+    copied, read = (run.row("a", "decode", 9.0, 42, {}, (), **named) for named in ({}, {"ceiling": "read_tbps"}))
+    multiplied = run.row("a", "prefill", 9.0, 77, {}, (), "matmul_tflops")
+    assert [row.floor_us for row in (copied, read, multiplied)] == pytest.approx([42 / 4.28e6, 1e-5, 1e-7])
+    assert [(row.bytes, row.flops) for row in (copied, read, multiplied)] == [(42, None), (42, None), (None, 77)]
+
+
+def test_growth_rows_have_the_name_that_is_asked_for():
+    run, cases = runner.Run(None, CEILINGS, 20, False), {"few": 7.0, "many": 8.0}
+    tokens = dict.fromkeys(cases, 10)
+    rows = list(
+        runner.growth_rows(run, "prefill", cases, tokens, tokens, ceiling="matmul_tflops", label="{case} of {tokens}")
+    )
+    assert [row.case for row in rows] == ["growth few of 10", "growth many of 10"]
+    assert [row.flops for row in rows] == [10, 10]
+
+
+def test_best_peer_is_the_fastest_that_was_measured():
+    assert runner.best_peer_bar(0.7, {"a": 3.0, "b": 2.0}) == Bar("ratio", 0.7, "b")
+    bar = runner.best_peer_bar(0.7, {})
+    assert bar.is_met(Row("a", "decode", 1.0)) is None
+
+
+def test_first_use_rows_are_one_cold_and_a_median_of_warm_processes(monkeypatch, capsys):
+    first_us, folders = iter((3.1e6, 0.2e6, 0.4e6, 0.25e6)), set()
+
+    def run_fresh(code, env):
+        folders.add(env["CUTEFORGE_CACHE_DIR"])
+        return {"first_us": next(first_us), "cuda_us": 1e6, "checksum": 2.0, "imported_cutlass": False}
+
+    monkeypatch.setattr(harness, "run_fresh", run_fresh)
+    cold, warm = runner.first_use_rows(runner.Run(None, CEILINGS, 20, False), "code", "first decode")
+    assert (cold.case, cold.ours_us, cold.bars[0].is_met(cold)) == ("first decode, cold", 3.1e6, False)
+    assert (warm.case, warm.ours_us, warm.bars[0].is_met(warm)) == ("first decode, warm", 0.25e6, True)
+    assert len(folders) == 1
+
+
 def test_host_rows_stand_beside_the_raw_launch(monkeypatch):
     monkeypatch.setattr(ceilings, "raw_launch", lambda: None)
     us = {runner.RAW: 5.0, "bound": 5.5, "execute": 8.0, "wrapper": 20.0, "peer": 9.0}
@@ -267,11 +319,11 @@ def test_host_rows_stand_beside_the_raw_launch(monkeypatch):
 
 def test_warm_process_with_another_result_is_red():
     cold = {"checksum": 2.0}
-    bench_csa.check_same_results(cold, [{"checksum": 2.0}])
+    runner.check_same_results(cold, [{"checksum": 2.0}])
     with pytest.raises(AssertionError, match="disagree"):
-        bench_csa.check_same_results(cold, [{"checksum": 2.5}])
+        runner.check_same_results(cold, [{"checksum": 2.5}])
     with pytest.raises(AssertionError, match="disagree"):
-        bench_csa.check_same_results({"checksum": math.inf}, [])
+        runner.check_same_results({"checksum": math.inf}, [])
 
 
 def test_absent_peer_is_a_reason_and_not_an_error(monkeypatch):
@@ -338,7 +390,8 @@ def test_ceiling_kernels_compile_without_a_gpu():
 
 def test_benchmarks_import_without_torch_or_cutlass():
     code = (
-        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import bench_csa, bench_rotary, json;"
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import json, bench_csa, bench_rotary;"
+        "import bench_attention, bench_paged_attention;"
         "print(json.dumps(sorted({'torch', 'cutlass', 'tvm_ffi'} & set(sys.modules))))"
     )
     assert harness.run_fresh(code) == []

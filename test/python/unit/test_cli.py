@@ -6,12 +6,13 @@ import builtins
 import logging
 import math
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cuteforge.__main__ import main
-from cuteforge.cli import csa, demo, doctor, rotary, timing
+from cuteforge.cli import attention, csa, demo, doctor, rotary, timing
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache
@@ -20,6 +21,11 @@ from helpers.process import run, start
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 NEAR = {"out": torch.tensor([1.0, 2.0])}
 FAR = {"out": torch.tensor([1.0, 2.001])}
+SMALL_ATTENTION = {
+    name: replace(use, lens_q=(1, 1, 1), lens_k=(70, 0, 17)) if use.is_decode
+    else replace(use, lens_q=(5, 5), lens_k=(33, 33))
+    for name, use in attention.USES.items()
+}  # fmt: skip
 
 
 def case(results=NEAR, compile_for=lambda arch: None, bind=None) -> Case:
@@ -154,10 +160,11 @@ def test_demo_checks_and_compiles_every_family_here(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(csa, "HEAD_DIM", 64)
     monkeypatch.setattr(rotary, "NUM_TOKENS", 65)
     monkeypatch.setattr(rotary, "MAX_POS", 9000)
+    monkeypatch.setattr(attention, "USES", SMALL_ATTENTION)
     monkeypatch.setattr(demo, "ARCHITECTURES", ("sm_90a",))
     status, text = main(["demo"]), capsys.readouterr().out
     assert status == 0, text
-    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward", *rotary.USES):
+    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward", *rotary.USES, *attention.USES):
         assert name in text
 
 
@@ -181,6 +188,41 @@ def test_rotary_demo_compiles_what_its_input_runs(monkeypatch):
         real = rotary.RotaryEmbedding(q, problem.table, q, problem.positions, **options)
         sample = rotary.sample_ops("cuda")[name]
         assert real._kernel_key(real.dims, target) == sample._kernel_key(sample.dims, target)
+
+
+def test_attention_demo_compiles_what_its_input_runs():
+    target = arch.resolve_arch("sm_90a", None)
+    for name, use in attention.USES.items():
+        problem = attention.Problem.draw(use, "meta")
+        out, causal = problem.inputs[0], not use.is_decode
+        real = use.op(*problem.inputs, out, **problem.tensors, causal=causal)
+        sample = attention.sample_ops("cuda")[name]
+        assert real._kernel_key(real.dims, target) == sample._kernel_key(sample.dims, target)
+
+
+def test_attention_demo_covers_empty_requests_and_ends_of_pages():
+    decode, paged = attention.USES["paged decode"], attention.USES["paged prefill, causal"]
+    assert {0, 1, attention.PAGE_SIZE, attention.PAGE_SIZE + 1} <= set(decode.lens_k)
+    assert 0 in paged.lens_q
+    assert any(q < k for q, k in zip(paged.lens_q, paged.lens_k, strict=True))
+
+
+@pytest.mark.parametrize("name", attention.USES)
+def test_attention_demo_poisons_what_no_request_reads(monkeypatch, name):
+    """The op's operands give the oracle's result, and hold nothing else that is finite."""
+    problem = attention.Problem.draw(SMALL_ATTENTION[name], "cpu")
+    q, k, v = problem.padded
+    if problem.use.is_paged:
+        caches, table = problem.inputs[1:3], problem.inputs[3]
+        k, v = (attention.reference.gather_pages(x, table, problem.tensors["seqlens_k"]) for x in caches)
+    tokens = sum(problem.use.lens_k) * attention.KV_HEADS * attention.HEAD_DIM
+    assert all(int(x.isfinite().sum()) == tokens for x in problem.inputs[1:3])
+    exact = problem.attend(torch.float64, torch.float64)["out"]
+    lens_q, lens_k = (torch.tensor(lens) for lens in (problem.use.lens_q, problem.use.lens_k))
+    causal = not problem.use.is_decode
+    again, _ = attention.reference.attend(q, k, v, lens_q=lens_q, lens_k=lens_k, causal=causal, out_dtype=torch.float64)
+    assert torch.equal(exact.flatten(), again.flatten())
+    assert problem.attend()["out"].dtype == torch.bfloat16
 
 
 def test_each_timed_launch_follows_a_flush(monkeypatch):

@@ -35,7 +35,7 @@ PAGE = f"# Title\n\n{render_results.BEGIN}\nold\n{render_results.END}\n\nafter\n
 
 def test_a_row_holds_time_bandwidth_share_and_ratio():
     lines = render_results.render_report(REPORT).splitlines()
-    assert "| 3x8192 d512 | fwd | 30.0 | 3.20 | 80% | peer 40.0 (0.75x) |" in lines
+    assert "| 3x8192 d512 | fwd | 30.0 | 3.20 TB/s | 80% | peer 40.0 (0.75x) |" in lines
     assert "| import cuteforge | start | 12,346 |  |  |  |" in lines
     assert "NVIDIA H200" in lines[0]
     assert "copy 4.00 TB/s" in lines[0]

@@ -73,6 +73,18 @@ def test_a_bad_value_is_refused_naming_the_variable_at_every_read(monkeypatch, n
             READERS[name]()
 
 
+@pytest.mark.parametrize("name", ["CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_CHECK", "CUTEFORGE_NVTX"])
+def test_launch_is_plain_until_a_variable_of_it_is_set(monkeypatch, name):
+    """Set to any value, the default too: only then is the value read."""
+    for variable in ("CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_CHECK", "CUTEFORGE_NVTX"):
+        monkeypatch.delenv(variable, raising=False)
+    assert env.launch_is_plain()
+    monkeypatch.setenv(name, "1")
+    assert not env.launch_is_plain()
+    monkeypatch.delenv(name)
+    assert env.launch_is_plain()
+
+
 def test_reading_a_flag_is_cheap_enough_for_a_launch():
     # Wanted: 0.15 us; 0.05 measured. Read through os.environ it is 0.6, so 0.4 tells them apart on a slow machine too.
     seconds = min(timeit.repeat(env.fast_launch, number=20_000, repeat=5)) / 20_000

@@ -8,7 +8,7 @@ import torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import Kernel, KernelKey
-from cuteforge.runtime.launch import bound_launch, launch, translate_error
+from cuteforge.runtime.launch import bound_launch, entry_of, translate_error
 
 
 @pytest.fixture
@@ -24,14 +24,6 @@ def kernel(calls):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.delenv("CUTEFORGE_NVTX", raising=False)
-
-
-def test_arguments_arrive_flat_and_in_order(kernel, calls):
-    x, y = torch.zeros(2), torch.zeros(3)
-    launch(kernel, (x, y), (4, 5), 6)
-    assert calls[0][0] is x
-    assert calls[0][1] is y
-    assert calls[0][2:] == (4, 5, 6)
 
 
 def test_bound_launch_asks_for_the_current_stream_at_every_call(kernel, calls, monkeypatch):
@@ -75,11 +67,12 @@ def test_nvtx_range_only_on_request(kernel, calls, monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
-    launch(kernel, (), (), 0)
+    entry_of(kernel)(0)
     bound_launch(kernel, (torch.ones(2),), (), 0)()
+    assert entry_of(kernel) is kernel.entry
     assert ranges == []
     monkeypatch.setenv("CUTEFORGE_NVTX", "1")
-    launch(kernel, (), (), 0)
+    entry_of(kernel)(0)
     bound_launch(kernel, (torch.ones(2),), (), 0)()
     assert ranges == ["cuteforge some.module:build"] * 2
     assert len(calls) == 4

@@ -97,15 +97,15 @@ class _Compressor(APIBase):
     def workspace_bytes_on(self, device_index: int | None) -> int:
         return 0
 
-    def _launch_rows(self, operands: tuple, stream: Any) -> None:
-        """Launch; `operands[5]` has a row for each output row."""
+    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = (), check_graph: bool = True) -> None:
+        """As `APIBase._launch`, and refuses too few tokens for a row: `operands[5]` has a row for each output row."""
         try:
             too_few = operands[0].shape[0] < self.ratio and operands[5].shape[0] > 0
         except (AttributeError, IndexError):
             too_few = True
         if too_few:
             self.check_call(operands)
-        self._launch(operands, stream)
+        APIBase._launch(self, operands, stream, call_scalars, check_graph)
 
 
 class CSACompressorForward(_Compressor):
@@ -147,7 +147,7 @@ class CSACompressorForward(_Compressor):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch_rows((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
+        self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
 
 class CSACompressorBackward(_Compressor):
@@ -212,7 +212,7 @@ class CSACompressorBackward(_Compressor):
         """
         operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
         self._check_reduction(kv, workspace)
-        self._launch_rows((*operands, workspace) if self.deterministic else operands, stream)
+        self._launch((*operands, workspace) if self.deterministic else operands, stream)
 
     def bind(
         self, *operands: torch.Tensor, workspace: torch.Tensor | None = None, stream: Any = None, **named: torch.Tensor
@@ -228,6 +228,15 @@ class CSACompressorBackward(_Compressor):
         """Refuse a workspace that is too small, and atomics where torch wants none."""
         if not self.deterministic:
             return _refuse_atomics_if_asked()
+        try:
+            # What the compiled entry does not see; rank, dtype and device it does.
+            if workspace.numel() >= self._workspace_bytes[kv.get_device()]:
+                return
+        except (AttributeError, KeyError):
+            pass  # no tensors, or the first call on this GPU
+        self._check_workspace(kv, workspace)
+
+    def _check_workspace(self, kv: Any, workspace: Any) -> None:
         if not isinstance(kv, torch.Tensor) or not kv.is_cuda:
             return  # the table refuses it by name
         device_index = kv.get_device()

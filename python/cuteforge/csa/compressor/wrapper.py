@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -13,9 +12,13 @@ from cuteforge.errors import ContractError
 from cuteforge.op_cache import dense, run_op
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
 
-_NO_CONTEXT = contextlib.nullcontext()
+# Module globals: the launch path reads them at every call.
+_Tensor = torch.Tensor
+_CONTIGUOUS = torch.contiguous_format
 _INTS = (int, torch.SymInt)
 _INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def csa_compressor_forward_wrapper(
@@ -56,16 +59,10 @@ def csa_compressor_forward_wrapper(
     """
     check_sizes(kv, head_dim, ratio, coff)
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
-        if total_comp is None:
-            total_comp = _last_offset(cu_seqlens_comp)
-        total_comp = row_count(total_comp)
-        if needs_op(kv, score, ape):
-            operands = dict(zip(_INPUT_NAMES, inputs))
-            out = call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
-        else:
-            out = run_forward(inputs, total_comp, ratio, coff, stream)
-    return TupleDict(out=out)
+    if stream is None:
+        return TupleDict(out=_forward(inputs, total_comp, ratio, coff))
+    with explicit_stream(stream, kv.device):
+        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream))
 
 
 def csa_compressor_backward_wrapper(
@@ -98,21 +95,20 @@ def csa_compressor_backward_wrapper(
     """
     check_sizes(kv, head_dim, ratio, coff)
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
-        if is_traced(kv):
-            refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
-            operands = dict(zip(_INPUT_NAMES, inputs))
-            grads = call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)
-        else:
-            grads = run_backward(inputs, ratio, coff, deterministic, stream)
+    if stream is None:
+        grads = _backward(inputs, ratio, coff, deterministic)
+    else:
+        with explicit_stream(stream, kv.device):
+            grads = _backward(inputs, ratio, coff, deterministic, stream)
     grad_kv, grad_score, grad_ape = grads
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
 
-def new_gradients(kv: torch.Tensor, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def new_gradients(kv: torch.Tensor, ratio: int) -> Gradients:
     """Uninitialised ``grad_kv, grad_score, grad_ape``."""
-    grad_ape = kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
-    return kv.new_empty(kv.shape), kv.new_empty(kv.shape), grad_ape
+    grad_kv = torch.empty_like(kv, memory_format=_CONTIGUOUS)
+    grad_score = torch.empty_like(kv, memory_format=_CONTIGUOUS)
+    return grad_kv, grad_score, kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
 
 
 def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None) -> torch.Tensor:
@@ -120,36 +116,65 @@ def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, stream: A
     kv = inputs[0]
     columns = kv.shape[1]
     out = kv.new_empty((total_comp, columns // coff))
-
-    def make(*given: torch.Tensor) -> CSACompressorForward:
-        return CSACompressorForward(*given, out, ratio, coff)
-
-    def launch(op: CSACompressorForward, given: tuple) -> None:
-        op.execute(*given, out, stream=stream)
-
-    key = ("csa forward", kv.dtype, columns, ratio, coff, kv.get_device())
-    run_op(key, make, inputs, launch, readable)
+    config = (ratio, coff)
+    key = ("csa forward", kv.dtype, columns, config, kv.get_device())
+    run_op(key, _make_forward, inputs, _launch_forward, readable, (out, config, stream))
     return out
 
 
-def run_backward(
-    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None) -> Gradients:
     """The backward wrapper, as `run_forward`."""
     kv = inputs[0]
     grads = new_gradients(kv, ratio)
-
-    def make(*given: torch.Tensor) -> CSACompressorBackward:
-        return CSACompressorBackward(*given, *grads, ratio, coff, deterministic)
-
-    def launch(op: CSACompressorBackward, given: tuple) -> None:
-        needed = op.workspace_bytes_on(kv.get_device())
-        workspace = kv.new_empty(needed, dtype=torch.uint8) if needed else None
-        op.execute(*given, *grads, workspace=workspace, stream=stream)
-
-    key = ("csa backward", kv.dtype, kv.shape[1], ratio, coff, kv.get_device(), bool(deterministic))
-    run_op(key, make, inputs, launch, readable)
+    config = (ratio, coff, bool(deterministic))
+    key = ("csa backward", kv.dtype, kv.shape[1], config, kv.get_device())
+    run_op(key, _make_backward, inputs, _launch_backward, readable, (grads, config, stream))
     return grads
+
+
+def _forward(inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any = None) -> torch.Tensor:
+    """The forward wrapper on torch's current stream, which is `stream` if one was asked for."""
+    kv, score, ape, _, cu_seqlens_comp = inputs
+    if total_comp is None:
+        total_comp = _last_offset(cu_seqlens_comp)
+    total_comp = row_count(total_comp)
+    if not needs_op(kv, score, ape):
+        return run_forward(inputs, total_comp, ratio, coff, stream)
+    operands = dict(zip(_INPUT_NAMES, inputs))
+    return call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
+
+
+def _backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None) -> Gradients:
+    """The backward wrapper, as `_forward`."""
+    if not is_traced(inputs[0]):
+        return run_backward(inputs, ratio, coff, deterministic, stream)
+    refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
+    operands = dict(zip(_INPUT_NAMES, inputs))
+    return call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)
+
+
+# What `run_op` calls.
+
+
+def _make_forward(*call: Any) -> CSACompressorForward:
+    *inputs, out, config, _ = call
+    return CSACompressorForward(*inputs, out, *config)
+
+
+def _launch_forward(op: CSACompressorForward, inputs: tuple, out: torch.Tensor, _: tuple, stream: Any) -> None:
+    # `needs_op` has asked all that can require grad.
+    op._launch((*inputs, out), stream, (), False)
+
+
+def _make_backward(*call: Any) -> CSACompressorBackward:
+    *inputs, grads, config, _ = call
+    return CSACompressorBackward(*inputs, *grads, *config)
+
+
+def _launch_backward(op: CSACompressorBackward, inputs: tuple, grads: Gradients, _: tuple, stream: Any) -> None:
+    needed = op.workspace_bytes_on(inputs[0].get_device())
+    workspace = inputs[0].new_empty(needed, dtype=torch.uint8) if needed else None
+    op.execute(*inputs, *grads, workspace, stream)
 
 
 def readable(tensor: Any) -> Any:
@@ -161,16 +186,18 @@ def readable(tensor: Any) -> Any:
 
 def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
     """What is needed to allocate the results; the op checks everything else."""
-    if not isinstance(kv, torch.Tensor) or kv.dim() != 2:
-        got = f"shape {tuple(kv.shape)}" if isinstance(kv, torch.Tensor) else type(kv).__name__
+    shape = kv.shape if isinstance(kv, _Tensor) else ()
+    if len(shape) != 2:
+        got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else type(kv).__name__
         raise ContractError(f"kv: wanted a tensor of shape (T, coff*d), got {got}")
     if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
         raise ContractError(f"ratio: wanted an int of 1 or more, got {ratio!r}")
     if coff not in (1, 2):
         raise ContractError(f"coff: wanted 1 or 2, got {coff!r}")
-    if kv.shape[1] % coff or (head_dim is not None and kv.shape[1] != coff * head_dim):
+    columns = shape[1]
+    if columns % coff or (head_dim is not None and columns != coff * head_dim):
         wanted = f"coff*d with coff = {coff}" + ("" if head_dim is None else f" and d = {head_dim}")
-        raise ContractError(f"kv: wanted {wanted} columns, got {kv.shape[1]}")
+        raise ContractError(f"kv: wanted {wanted} columns, got {columns}")
 
 
 def _last_offset(cu_seqlens_comp: Any) -> int:

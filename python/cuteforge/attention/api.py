@@ -1,0 +1,449 @@
+"""The attention ops as classes: validate, compile, launch into buffers that the caller gives."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cuteforge.api_base import APIBase
+from cuteforge.attention.checks import check_contents, check_relations, shapes_agree
+from cuteforge.attention.config import Problem, Traits, max_ctas, select_decode, select_prefill, workspace_bytes
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime.arch import Arch, resolve_arch
+from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
+
+FLOATS = ("bfloat16", "float16")
+MAX_DECODE_TOKENS = 16
+_BUILDER = "cuteforge.attention.kernel:build"
+
+# What the compiled entry takes, in its order, by the names that the ops have for it.
+_ENTRY = (
+    ("q",), ("k", "k_cache"), ("v", "v_cache"), ("out",), ("lse",), ("mask",), ("seqlens_k", "kv_indptr"), ("cu_seqlens_q",),
+    ("cu_seqlens_k",), ("page_table",), ("page_table_rows",), ("new_k",), ("new_v",), ("workspace",),
+)  # fmt: skip
+_QUERIES = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
+_KEYS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
+_MASKS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
+
+
+@functools.cache
+def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]) -> Signature:
+    """The operands `names` of an op, in this order."""
+    q, kv = _QUERIES[queries], _KEYS[keys]
+    dims = {
+        "q": f"{q} D",
+        "k": f"{kv} D",
+        "v": f"{kv} Dv",
+        "k_cache": f"{kv} D",
+        "v_cache": f"{kv} Dv",
+        "out": f"{q} Dv",
+        "lse": "Hq T" if queries == "packed" else "B Hq L",
+        "mask": _MASKS.get(mask_rank, ""),
+        "seqlens_k": "B",
+        "kv_indptr": "B+1",
+        "cu_seqlens_q": "B+1",
+        "cu_seqlens_k": "B+1",
+        "page_table": "R C",
+        "page_table_rows": "B",
+        "new_k": "B Hkv D",
+        "new_v": "B Hkv Dv",
+        "workspace": "W",
+    }
+    return Signature(*(_operand(name, dims[name]) for name in names))
+
+
+def _operand(name: str, dims: str) -> Operand:
+    role = "out" if name in ("out", "lse", "workspace") else "in"
+    if name == "lse":
+        return Operand(name, dims, ("float32",), align_bytes=4, role=role)
+    if name == "mask":
+        return Operand(name, dims, ("bool",))
+    if name == "workspace":
+        return Operand(name, dims, ("uint8",), align_bytes=16, role=role)
+    if dims.split()[-1] in ("D", "Dv"):
+        return Operand(name, dims, FLOATS if name == "q" else ("=q",), align_bytes=16, role=role)
+    return Operand(name, dims, ("int32",), align_bytes=4)
+
+
+class _Attention(APIBase):
+    """What the ops share: operands that may be absent, checks, and the scalars of a launch."""
+
+    _REQUIRED: tuple[str, ...]
+    num_splits: int | None = None
+
+    def __init__(self, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
+        given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
+        ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
+        self.causal = bool(causal)
+        self.softmax_scale = _scale(softmax_scale)
+        self._optional = tuple(name for name in given if name not in self._REQUIRED)
+        self._check_presence(given)
+        self._queries, self._keys = self._layouts(ranks, given)
+        if self._splits:
+            given["workspace"] = TensorSpec((0,), "uint8")
+        self.signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
+        super().__init__(**given)
+        self._arrange = Arrangement(self.signature.names)
+
+    def _check_presence(self, given: Mapping[str, Any]) -> None:
+        """Refuse operands that need one another, or exclude one another."""
+
+    def _layouts(self, ranks: Mapping[str, int], given: Mapping[str, Any]) -> tuple[str, str]:
+        """Names of the layouts of queries and keys, from ranks and presence."""
+        raise NotImplementedError
+
+    @property
+    def _splits(self) -> bool:
+        """Whether several CTAs may share the keys of a unit, which takes a workspace."""
+        return False
+
+    def _select(self, problem: Problem, arch: Arch) -> Traits:
+        return select_prefill(problem, arch)
+
+    # Hooks of APIBase.
+
+    def _known(self) -> Dims:
+        return {"L": 1} if self._queries == "single" else {}
+
+    def _check_relations(self, dims: Dims) -> None:
+        check_relations(dims, self.samples, self._queries, self._keys)
+
+    def _traits(self, dims: Dims, arch: Arch) -> Traits:
+        samples = self.samples
+        problem = Problem(
+            dtype=samples["q"].dtype,
+            head_dim=dims["D"],
+            v_dim=dims["Dv"],
+            queries=self._queries,
+            keys=self._keys,
+            lengths="seqlens" if "seqlens_k" in samples else "indptr" if "kv_indptr" in samples else None,
+            causal=self.causal and self._queries != "single",
+            mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
+            has_lse="lse" in samples,
+            has_rows="page_table_rows" in samples,
+            appends="new_k" in samples,
+        )
+        return self._select(problem, arch)
+
+    def _check_arch(self, dims: Dims, arch: Arch) -> None:
+        self._traits(dims, arch)
+
+    def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
+        return KernelKey(_BUILDER, self._traits(dims, arch), arch.name)
+
+    def _scalars(self, arch: Arch) -> tuple[int, ...]:
+        return max_ctas(self._traits(self.dims, arch), arch), self.num_splits or 0
+
+    def _is_empty(self, operands: tuple) -> bool:
+        return operands[len(self._REQUIRED) - 1].numel() == 0  # out
+
+    def _check_contents(self, operands: tuple) -> None:
+        check_contents(dict(zip(self.signature.names, operands)))
+
+    # Launching.
+
+    def execute(
+        self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
+        stream: Any = None, **named: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write all of `out`, and of `lse`. No allocation, copy, device read or synchronization.
+
+        Args:
+            operands, named: as the samples, in their order and by their names.
+            softmax_scale: None for that of the op.
+            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may
+                run at the same time need two.
+            stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
+
+        Raises:
+            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+        """
+        tensors = self._gather(operands, named, workspace)
+        if not shapes_agree(self, tensors):
+            self.check_call(tensors)
+        self._launch(tensors, stream, (self._scale_of(tensors[0], softmax_scale),))
+
+    def bind(
+        self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
+        stream: Any = None, **named: torch.Tensor | None,
+    ) -> Callable[[], None]:  # fmt: skip
+        """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
+        tensors = self._gather(operands, named, workspace)
+        return self._bind(tensors, stream, (self._scale_of(tensors[0], softmax_scale),))
+
+    def _scale_of(self, q: Any, softmax_scale: float | None) -> float:
+        scale = self.softmax_scale if softmax_scale is None else _scale(softmax_scale)
+        return self.dims["D"] ** -0.5 if scale is None else scale
+
+    def _gather(self, operands: tuple, named: dict[str, Any], workspace: Any) -> tuple:
+        """The operands of a call in the order of the signature; others than the samples' are refused."""
+        if len(operands) != len(self._REQUIRED):
+            operands = self._required(operands, named)
+        if len(named) != len(self._optional) or not all(map(named.__contains__, self._optional)):
+            named = self._check_optional(named)
+        operands = (*operands, *[named[name] for name in self._optional])
+        return (*operands, self._check_workspace(operands[0], workspace)) if self._splits else operands
+
+    def _required(self, operands: tuple, named: dict[str, Any]) -> tuple:
+        """Positional operands with those that were given by name, which are taken out of `named`."""
+        rest = self._REQUIRED[len(operands) :]
+        missing = [name for name in rest if name not in named]
+        if len(operands) > len(self._REQUIRED) or missing:
+            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self._REQUIRED)}: missing {missing}")
+        return (*operands, *(named.pop(name) for name in rest))
+
+    def _check_optional(self, named: dict[str, Any]) -> dict[str, Any]:
+        """`named` without None. Refuses other operands than the samples'."""
+        given = {name: x for name, x in named.items() if x is not None}
+        for name in self._optional:
+            if name not in given:
+                raise ContractError(f"{name}: wanted a tensor, as in the samples, got None")
+        for name in given:
+            if name not in self._optional:
+                raise ContractError(f"{name}: wanted None, as in the samples, got {type(given[name]).__name__}")
+        return given
+
+    def workspace_bytes(self) -> int:
+        """Bytes of the uint8 workspace that `execute` takes, the same for all sizes; 0 where none is needed."""
+        return self.workspace_bytes_on(self._sample_device())
+
+    def workspace_bytes_on(self, device_index: int | None) -> int:
+        """`workspace_bytes` for operands of another GPU than the samples'."""
+        if not self._splits:
+            return 0
+        arch = resolve_arch(self._compiled.arch.name if self._compiled else None, device_index)
+        return workspace_bytes(self._traits(self.dims, arch), arch)
+
+    def _check_workspace(self, q: Any, workspace: Any) -> Any:
+        """Refuse a workspace that is too small."""
+        if not isinstance(q, torch.Tensor) or not q.is_cuda:
+            return workspace  # the table refuses q by name
+        needed = self._workspace_bytes(q.get_device())
+        if type(workspace) is torch.Tensor and workspace.dtype is torch.uint8 and workspace.dim() == 1:
+            if workspace.numel() >= needed and workspace.device == q.device:
+                return workspace
+        wanted = f"shape (W) with W >= {needed}, dtype uint8, on {q.device}"
+        got = type(workspace).__name__
+        if isinstance(workspace, torch.Tensor):
+            got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
+        raise ContractError(f"workspace: wanted {wanted}, got {got}")
+
+    @functools.cached_property
+    def _workspace_bytes(self) -> Callable[[int], int]:
+        return functools.cache(self.workspace_bytes_on)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_workspace_bytes"}
+
+
+class _Decode(_Attention):
+    """A few query tokens for many keys, which several CTAs share."""
+
+    def __init__(self, num_splits: int | None, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
+        self.num_splits = _splits(num_splits)
+        super().__init__(causal, softmax_scale, **samples)
+
+    @property
+    def _splits(self) -> bool:
+        return self.num_splits != 1
+
+    def _select(self, problem: Problem, arch: Arch) -> Traits:
+        # The samples' rows choose the tile; it serves any number.
+        q, keys = (self.samples[name].shape for name in self._REQUIRED[:2])
+        rows = decode_rows(q, keys[-2])
+        return select_decode(problem, rows, arch, self._splits)
+
+    def _check_relations(self, dims: Dims) -> None:
+        super()._check_relations(dims)
+        if dims.get("L", 1) > MAX_DECODE_TOKENS:
+            raise UnsupportedError(
+                f"q: decode serves L = 1 to {MAX_DECODE_TOKENS}, got L = {dims['L']}; prefill serves any"
+            )
+
+
+class GQADecode(_Decode):
+    """Attention of a few query tokens over dense keys and values.
+
+    Dims: B requests, L query tokens (1 to 16), S keys, Hq = G * Hkv heads, D = 8, 16, ... 256; Dv = D, or (D, Dv) = (192, 128).
+
+    Args:
+        q, out: ``(B, L, Hq, D)`` and ``(B, L, Hq, Dv)``, bf16 or fp16.
+        k, v: ``(B, S, Hkv, D)`` and ``(B, S, Hkv, Dv)``, dtype of q. Any strides, 0 too; last dim contiguous, rows 16-byte aligned.
+        seqlens_k: ``(B,)`` int32, keys of each request, at most S; those past it may hold anything. 0 or less: none.
+        mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 are broadcast.
+        lse: ``(B, Hq, L)`` fp32, the natural logarithm of each row's sum of exponentials.
+        causal: query i of L sees key j iff ``j <= i + (S - L)``, S being the request's number of keys.
+        softmax_scale: D**-0.5 when None; any finite number.
+        num_splits: the most CTAs that share a request's keys; None lets sizes and GPU decide. 1 gives the same bits whatever else is in
+            the batch, and needs no workspace.
+
+    A row that sees no key gives 0, and an lse of -inf. B, L, S and the head counts may differ from call to call without compiling again.
+
+    Numerics: products of 16-bit operands summed in fp32; maxima, exponentials and sums fp32; the weights are rounded to the dtype of v where they
+    meet it, and divided by the sum of the rounded ones; one rounding of the result. The same bits at every run.
+    """
+
+    _REQUIRED = ("q", "k", "v", "out")
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, out: Any, *, seqlens_k: Any = None, mask: Any = None, lse: Any = None,
+        causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None,
+    ) -> None:  # fmt: skip
+        tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "lse": lse}
+        super().__init__(num_splits, causal, softmax_scale, **tensors)
+
+    def _layouts(self, ranks, given):
+        return "batch", "batch"
+
+
+class GQAPrefill(_Attention):
+    """Attention of many query tokens over dense or packed keys and values; dims, numerics and what is not said here as `GQADecode`.
+
+    Args:
+        q, k, v, out: ``(B, L, Hq, D)`` and so on; or packed, ``(T, Hq, D)`` and ``(Tk, Hkv, D)``, with the offsets
+        cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32 of the requests' tokens and keys. Both or neither.
+        seqlens_k: ``(B,)`` int32, only with dense keys.
+        mask: as in decode; of packed requests it has a row for each of the request's tokens, and what it lacks counts as masked.
+        lse: ``(B, Hq, L)``, or packed ``(Hq, T)``.
+    """
+
+    _REQUIRED = ("q", "k", "v", "out")
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, out: Any, *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqlens_k: Any = None,
+        mask: Any = None, lse: Any = None, causal: bool = False, softmax_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        tensors = {"q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        super().__init__(causal, softmax_scale, **tensors, seqlens_k=seqlens_k, mask=mask, lse=lse)
+
+    def _check_presence(self, given: Mapping[str, Any]) -> None:
+        for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
+            if name not in given and other in given:
+                raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
+        if "cu_seqlens_k" in given and "seqlens_k" in given:
+            raise ContractError("seqlens_k: wanted None with cu_seqlens_k, got a tensor")
+
+    def _layouts(self, ranks, given):
+        layout = "packed" if "cu_seqlens_q" in given else "batch"
+        return layout, layout
+
+
+class _Paged:
+    """What the paged ops share."""
+
+    def _check_presence(self, given: Mapping[str, Any]) -> None:
+        if ("seqlens_k" in given) == ("kv_indptr" in given):
+            problem = (
+                "a tensor, or else kv_indptr, got neither"
+                if "seqlens_k" not in given
+                else "None with kv_indptr, got a tensor"
+            )
+            raise ContractError(f"seqlens_k: wanted {problem}")
+        for name, other in (("new_k", "new_v"), ("new_v", "new_k")):
+            if name not in given and other in given:
+                raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
+
+
+def _pool_layout(ranks: Mapping[str, int]) -> str:
+    return "tokens" if ranks["k_cache"] == 3 else "pages"
+
+
+class PagedGQADecode(_Paged, _Decode):
+    """Attention of a few query tokens over keys and values in pages; dims, numerics and what is not said here as `GQADecode`.
+
+    Args:
+        q, out: ``(B, Hq, D)`` and ``(B, Hq, Dv)`` for one token, or ``(B, L, Hq, D)`` and so on.
+        k_cache, v_cache: ``(P, ps, Hkv, D)`` and ``(P, ps, Hkv, Dv)``, P pages of ps >= 1 tokens; or ``(P, Hkv, D)``, pages of one. They may be
+            views of one pool and have different strides.
+        page_table: ``(R, C)`` int32 page numbers. Those past a request's length are never read.
+        seqlens_k: ``(B,)`` int32, or else
+        kv_indptr: ``(B+1,)`` int32, whose differences are the lengths.
+        page_table_rows: ``(B,)`` int32, each request's row of the table; None: request b has row b, and R == B.
+        new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``: the last key and value of each request. They are used instead of what the pool holds, and
+            stored there; a negative page number stores nothing. Both or neither. Requests must not share the page of their last token.
+        mask: as in decode, its columns absolute positions; what it lacks counts as masked.
+    """
+
+    _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
+
+    def __init__(
+        self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, out: Any, *, seqlens_k: Any = None, kv_indptr: Any = None,
+        page_table_rows: Any = None, new_k: Any = None, new_v: Any = None, mask: Any = None, lse: Any = None,
+        causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None,
+    ) -> None:  # fmt: skip
+        pool = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "out": out}
+        lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
+        new = {"new_k": new_k, "new_v": new_v}
+        super().__init__(num_splits, causal, softmax_scale, **pool, **lengths, **new, mask=mask, lse=lse)
+
+    def _layouts(self, ranks, given):
+        return "single" if ranks["q"] == 3 else "batch", _pool_layout(ranks)
+
+
+class PagedGQAPrefill(_Paged, _Attention):
+    """Attention of packed query tokens over keys and values in pages; dims, numerics and what is not said here as `PagedGQADecode`.
+
+    Args:
+        q, out: ``(T, Hq, D)`` and ``(T, Hq, Dv)``.
+        cu_seqlens_q: ``(B+1,)`` int32 offsets of the requests' tokens. Which tile is whose is found on the device.
+        lse: ``(Hq, T)``.
+    """
+
+    _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")
+
+    def __init__(
+        self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, cu_seqlens_q: Any, out: Any, *, seqlens_k: Any = None,
+        kv_indptr: Any = None, page_table_rows: Any = None, mask: Any = None, lse: Any = None, causal: bool = False,
+        softmax_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        pool = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "page_table": page_table,
+            "cu_seqlens_q": cu_seqlens_q,
+            "out": out,
+        }
+        lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
+        super().__init__(causal, softmax_scale, **pool, **lengths, mask=mask, lse=lse)
+
+    def _layouts(self, ranks, given):
+        return "packed", _pool_layout(ranks)
+
+
+class Arrangement:
+    """The operands of a call -> what the compiled entry takes, None for those that the op does not have."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        absent = len(names)
+        self._places = [next((names.index(n) for n in choices if n in names), absent) for choices in _ENTRY]
+        self._has_mask = "mask" in names
+
+    def __call__(self, operands: tuple) -> tuple:
+        given = (*operands, None)
+        arranged = [given[place] for place in self._places]
+        if self._has_mask:
+            arranged[5] = arranged[5].view(torch.uint8)
+        return tuple(arranged)
+
+
+def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
+    """Query rows that read one KV head: the heads of its group times the tokens."""
+    return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
+
+
+def _scale(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
+    return None if value is None else float(value)
+
+
+def _splits(value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1):
+        raise ContractError(f"num_splits: wanted None or an int of 1 or more, got {value!r}")
+    return None if value is None else int(value)

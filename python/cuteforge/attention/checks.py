@@ -1,0 +1,155 @@
+"""Relations between operands of attention that neither the table of an op nor its compiled entry knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cuteforge.attention.config import MAX_HEAD_DIM
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.tensor_spec import Dims
+
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "kv_indptr")
+
+
+def check_relations(dims: Dims, samples: Mapping[str, Any], queries: str, keys: str) -> None:
+    """Refuse head counts, head dims, masks and tables that do not go together.
+
+    Args:
+        samples: the operands by name.
+        queries, keys: names of their layouts.
+    """
+    is_paged = "page_table" in samples
+    if dims["Hkv"] < 1 or dims["Hq"] < 1 or dims["Hq"] % dims["Hkv"]:
+        raise ContractError(f"q: wanted a multiple of Hkv = {dims['Hkv']} heads, got Hq = {dims['Hq']}")
+    if dims["D"] % 8 or not 0 < dims["D"] <= MAX_HEAD_DIM:
+        raise UnsupportedError(f"q: the kernel serves D = 8, 16, ... {MAX_HEAD_DIM}, got D = {dims['D']}")
+    if dims["Dv"] != dims["D"] and (dims["D"], dims["Dv"]) != (192, 128):
+        name = "v_cache" if is_paged else "v"
+        raise UnsupportedError(f"{name}: the kernel serves Dv = D, and (192, 128), got ({dims['D']}, {dims['Dv']})")
+    for name in _OFFSETS:
+        if name in samples and dims["B"] < 0:
+            raise ContractError(f"{name}: wanted shape (B+1), at least one offset, got (0)")
+    if is_paged and dims.get("ps", 1) < 1:
+        raise ContractError("k_cache: wanted pages of at least one token, got ps = 0")
+    if is_paged and "page_table_rows" not in samples and dims["R"] != dims["B"]:
+        raise ContractError(f"page_table: wanted a row for each of B = {dims['B']} requests, got R = {dims['R']}")
+    for symbol, wanted in mask_extents(dims, queries, keys).items():
+        got = dims.get(symbol, wanted)
+        if got != wanted and (got != 1 or symbol == "Sm"):
+            what = {"Bm": "B", "Hm": "Hq", "Lm": "L", "Sm": "S"}[symbol]
+            raise ContractError(f"mask: wanted {what} = {wanted}{'' if symbol == 'Sm' else ' or 1'}, got {got}")
+
+
+def mask_extents(dims: Dims, queries: str, keys: str) -> Dims:
+    """Extents that the dims of a mask must have. Of what differs from request to request a mask may have any number."""
+    extents = {"Bm": dims["B"], "Hm": dims["Hq"]}
+    if queries != "packed":
+        extents["Lm"] = dims.get("L", 1)
+    if keys == "batch":
+        extents["Sm"] = dims["S"]
+    return extents
+
+
+def shapes_agree(op: Any, operands: tuple) -> bool:
+    """Whether the shapes of a call may be right as far as the compiled entry does not see it; False also for no tensors.
+
+    A quick look at every launch; who gets False runs the whole table for the error.
+    """
+    names = op.signature.names
+    try:
+        q, k = operands[0], operands[1]
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if kv_heads < 1 or heads < 1 or heads % kv_heads:
+            return False
+        if len(names) == 5 and names[4] in ("workspace", "seqlens_k", "lse"):
+            return True  # dense without more: B is compared by the entry
+        tensors = dict(zip(names, operands))
+        batch = tensors["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in tensors else q.shape[0]
+        if batch < 0 or any(tensors[name].shape[0] - 1 != batch for name in _OFFSETS if name in tensors):
+            return False
+        if any(tensors[name].shape[0] != batch for name in ("seqlens_k", "page_table_rows") if name in tensors):
+            return False
+        if "page_table" in tensors:
+            if "page_table_rows" not in tensors and tensors["page_table"].shape[0] != batch:
+                return False
+            if k.dim() == 4 and k.shape[1] < 1:
+                return False
+        return "mask" not in tensors or _mask_agrees(tensors, batch)
+    except (AttributeError, IndexError):
+        return False
+
+
+def _mask_agrees(tensors: Mapping[str, torch.Tensor], batch: int) -> bool:
+    q, k, shape = tensors["q"], tensors.get("k"), tensors["mask"].shape
+    packed = "cu_seqlens_q" in tensors
+    tokens = None if packed else q.shape[1] if q.dim() == 4 else 1
+    wanted = [batch, *[q.shape[-2]][: len(shape) == 4], *[tokens][: len(shape) > 2]]
+    outer = all(want is None or got in (1, want) for got, want in zip(shape, wanted))
+    return outer and (packed or k is None or shape[-1] == k.shape[1])
+
+
+def check_contents(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read offsets, lengths and page numbers, and refuse what points outside the operands. Synchronizes.
+
+    Raises:
+        ContractError: names the operand and the first bad index.
+    """
+    q = tensors["q"]
+    if "cu_seqlens_q" in tensors:
+        _check_offsets("cu_seqlens_q", tensors["cu_seqlens_q"], q.shape[0])
+    if "cu_seqlens_k" in tensors:
+        _check_offsets("cu_seqlens_k", tensors["cu_seqlens_k"], tensors["k"].shape[0])
+    if "kv_indptr" in tensors:
+        _check_offsets("kv_indptr", tensors["kv_indptr"], None)
+    if "page_table" in tensors:
+        _check_pages(tensors)
+    elif "seqlens_k" in tensors:
+        _check_range("seqlens_k", tensors["seqlens_k"], None, tensors["k"].shape[1] + 1)
+
+
+def _check_pages(tensors: Mapping[str, torch.Tensor]) -> None:
+    pool, table = tensors["k_cache"], tensors["page_table"]
+    page_size = pool.shape[1] if pool.dim() == 4 else 1
+    name = "seqlens_k" if "seqlens_k" in tensors else "kv_indptr"
+    lengths = tensors[name] if name == "seqlens_k" else tensors[name].diff()
+    _check_range(name, lengths, None, table.shape[1] * page_size + 1)
+    rows = tensors.get("page_table_rows")
+    if rows is not None:
+        _check_range("page_table_rows", rows, 0, table.shape[0])
+        table = table[rows.long()]
+    # The page of an appended token may be negative: nothing is stored then.
+    read = lengths - 1 if "new_k" in tensors else lengths
+    columns = torch.arange(table.shape[1], device=table.device) * page_size
+    used = columns[None] < read[:, None]
+    bad = (used & ((table < 0) | (table >= pool.shape[0]))).nonzero()
+    if len(bad):
+        request, column = bad[0].tolist()
+        row = request if rows is None else int(rows[request])
+        got = int(table[request, column])
+        raise ContractError(
+            f"page_table: wanted page numbers in [0, {pool.shape[0]}), got {got} at index {row}, {column}"
+        )
+
+
+def _check_offsets(name: str, offsets: torch.Tensor, most: int | None) -> None:
+    values = offsets.tolist()
+    for index, offset in enumerate(values):
+        low = values[index - 1] if index else 0
+        if offset < low or (most is not None and offset > most):
+            end = "" if most is None else f" up to {most}"
+            raise ContractError(f"{name}: wanted ascending offsets from 0{end}, got {offset} at index {index}")
+
+
+def _check_range(name: str, values: torch.Tensor, low: int | None, end: int) -> None:
+    """Refuse values outside ``[low, end)``."""
+    bad = values >= end
+    if low is not None:
+        bad = bad | (values < low)
+    where = bad.nonzero()
+    if len(where):
+        index = int(where[0])
+        wanted = f"at most {end - 1}" if low is None else f"in [{low}, {end})"
+        raise ContractError(f"{name}: wanted values {wanted}, got {int(values[index])} at index {index}")

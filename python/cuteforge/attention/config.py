@@ -1,0 +1,221 @@
+"""What an attention kernel is compiled for, and how its work is cut. Pure Python: no torch, no cutlass.
+
+A unit of work is one KV head of one request with the query rows that read it: the heads of its group times the query tokens, packed token by token.
+Row blocks of 16 fill the left side of the matrix instructions. A CTA has `row_warps` warps side by side over the rows, and `key_warps` such groups,
+each with a ring of its own, that take turns at the tiles of keys: decode has many of these, prefill one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cuteforge.device.ring_shape import RingShape
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime.arch import Arch
+
+WARP = 32
+ROW_BLOCK = 16
+MAX_HEAD_DIM = 256
+CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
+SMEM_ALIGNMENT = 128
+MAX_SPLITS = 128
+SPLIT_WAVES = 2
+# A split costs about as much as this many tiles of keys: filling the ring, and leaving and joining a partial result.
+SPLIT_COST_TILES = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Facts of a call that fix what the kernel reads and writes.
+
+    Attributes:
+        queries: ``"batch"`` (B, L, Hq, D), ``"single"`` (B, Hq, D), ``"packed"`` (T, Hq, D) with offsets.
+        keys: ``"batch"`` (B, S, Hkv, D), ``"packed"`` (T, Hkv, D) with offsets, ``"pages"`` (P, ps, Hkv, D), ``"tokens"``
+            (P, Hkv, D), pages of one token.
+        lengths: what says how many keys a request has besides its tensor: None, ``"seqlens"`` (B,), ``"indptr"`` (B+1,).
+        mask_rank: dims of the mask, 0 without one.
+        appends: the last key and value of a request come from tensors of their own and are stored in the pool.
+        has_rows: requests say which row of the page table is theirs.
+    """
+
+    dtype: str
+    head_dim: int
+    v_dim: int
+    queries: str
+    keys: str
+    lengths: str | None = None
+    causal: bool = False
+    mask_rank: int = 0
+    has_lse: bool = False
+    has_rows: bool = False
+    appends: bool = False
+
+    @property
+    def is_paged(self) -> bool:
+        return self.keys in ("pages", "tokens")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a CTA works on a unit.
+
+    Attributes:
+        m_blocks: row blocks of a warp.
+        row_warps: warps side by side over the rows.
+        key_warps: groups of them that share out the keys.
+        tile_n: keys that a group takes at a time.
+        num_stages: tiles of a ring.
+    """
+
+    m_blocks: int
+    row_warps: int
+    key_warps: int
+    tile_n: int
+    num_stages: int
+    ctas_per_sm: int
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a CTA."""
+        return ROW_BLOCK * self.m_blocks * self.row_warps
+
+    @property
+    def num_warps(self) -> int:
+        return self.row_warps * self.key_warps
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The compile key: everything that the trace reads.
+
+    ``splits`` lets several CTAs share the keys of a unit and leave partial results, which a second kernel joins.
+    """
+
+    problem: Problem
+    tile: Tile
+    splits: bool = False
+    dependent_launch: bool = False  # sm_90 and up: a kernel may start before the one it waits for has ended
+
+    @property
+    def ring(self) -> RingShape:
+        """The ring of one group of warps."""
+        problem, tile = self.problem, self.tile
+        return RingShape(problem.head_dim, problem.v_dim, tile.tile_n, tile.num_stages, tile.row_warps)
+
+    @property
+    def k_steps(self) -> int:
+        """Matrix instructions along the head dim."""
+        return -(-self.problem.head_dim // 16)
+
+    @property
+    def v_tiles(self) -> int:
+        """Matrix instructions along the value dim."""
+        return self.problem.v_dim // 8
+
+    @property
+    def join_pitch(self) -> int:
+        """fp32 elements from row to row where the groups' results meet."""
+        return self.problem.v_dim + 4
+
+    @property
+    def join_bytes(self) -> int:
+        """Shared memory in which the groups' results meet: a matrix and three numbers a row from each."""
+        tile = self.tile
+        return tile.key_warps * tile.tile_m * (self.join_pitch + 3) * 4 if tile.key_warps > 1 else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA; the rings' is used again where the results meet."""
+        return max(self.tile.key_warps * self.ring.bytes, self.join_bytes) + SMEM_ALIGNMENT
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether log-sum-exps are wanted."""
+        return self.problem.has_lse or self.splits
+
+
+def partial_row_bytes(v_dim: int) -> int:
+    """Workspace for one row of one split: an fp32 result and its log-sum-exp."""
+    return (v_dim + 1) * 4
+
+
+def max_ctas(traits: Traits, arch: Arch) -> int:
+    """CTAs that fill the GPU once."""
+    return arch.num_sms * traits.tile.ctas_per_sm
+
+
+def workspace_bytes(traits: Traits, arch: Arch) -> int:
+    """Workspace for the partial results of all units: the units are split into no more CTAs than `SPLIT_WAVES` times fill the GPU."""
+    return SPLIT_WAVES * max_ctas(traits, arch) * traits.tile.tile_m * partial_row_bytes(traits.problem.v_dim)
+
+
+def why_not(traits: Traits, arch: Arch) -> str | None:
+    """Why a GPU cannot run a tile, None if it can."""
+    if traits.smem_bytes > arch.smem_bytes_per_cta:
+        return (
+            f"{traits.tile} takes {traits.smem_bytes} bytes of shared memory a CTA, there are {arch.smem_bytes_per_cta}"
+        )
+    resident = traits.tile.ctas_per_sm * (traits.smem_bytes + CTA_RESERVE_BYTES)
+    if resident > arch.smem_bytes_per_sm:
+        return f"{traits.tile} takes {resident} bytes of shared memory an SM, there are {arch.smem_bytes_per_sm}"
+    return None
+
+
+def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool) -> Traits:
+    """Traits for a few query rows a KV head: G * L of them.
+
+    Raises:
+        UnsupportedError: no tile fits the GPU's shared memory.
+    """
+    return _first_that_fits(problem, _decode_tile(problem, rows), arch, splits)
+
+
+def select_prefill(problem: Problem, arch: Arch) -> Traits:
+    """Traits for many query rows."""
+    return _first_that_fits(problem, _prefill_tile(problem), arch, False)
+
+
+def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> Traits:
+    refusals = []
+    for candidate in _relaxed(tile):
+        traits = Traits(problem, candidate, splits, splits and arch.major >= 9)
+        refusal = why_not(traits, arch)
+        if refusal is None:
+            return traits
+        refusals.append(refusal)
+    raise UnsupportedError(f"q: D = {problem.head_dim} does not fit {arch.name}: {refusals[-1]}")
+
+
+def _widest(problem: Problem) -> int:
+    return max(problem.head_dim, problem.v_dim)
+
+
+def _decode_tile(problem: Problem, rows: int) -> Tile:
+    """A warp holds 16 rows of results in `v_dim / 2` registers for each row block."""
+    wide = _widest(problem) > 128
+    blocks = min(-(-rows // ROW_BLOCK), 4)
+    m_blocks = 1 if wide or blocks == 1 else 2
+    row_warps = 1 if blocks <= m_blocks else 2
+    return Tile(m_blocks, row_warps, 4, 16, 3, 1 if wide else 2)
+
+
+def _prefill_tile(problem: Problem) -> Tile:
+    wide = _widest(problem) > 128
+    return Tile(1, 4 if wide else 8, 1, 32 if wide else 64, 2, 1)
+
+
+def _relaxed(tile: Tile) -> Iterator[Tile]:
+    """`tile`, then what takes less and less shared memory."""
+    while True:
+        yield tile
+        if tile.ctas_per_sm > 1:
+            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
+        elif tile.num_stages > 2:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.key_warps > 2:
+            tile = replace(tile, key_warps=tile.key_warps // 2)
+        elif tile.tile_n > 16:
+            tile = replace(tile, tile_n=tile.tile_n // 2)
+        else:
+            return

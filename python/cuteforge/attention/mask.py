@@ -1,0 +1,75 @@
+"""Which scores count: limits by length and causality, and boolean masks."""
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from cuteforge.attention.work import Unit
+from cuteforge.device.copy import gmem_run
+from cuteforge.device.math import NEG_INF, keep, select
+from cuteforge.device.softmax import HALVES
+from cuteforge.device.traced import TraceConstant
+
+
+class ScoreMask(TraceConstant):
+    """Sets the scores that do not count to -inf.
+
+    Args:
+        rows: a lane's packed rows, by block and half.
+    """
+
+    def __init__(self, unit: Unit, rows: list, lane):
+        self.traits, self.unit = unit.traits, unit
+        self.first_col = lane % 4 * 2
+        self.limits = [[unit.key_limit(row) for row in halves] for halves in rows]
+        # Tiles that end at or before this key need no limit.
+        self.full_below = unit.key_limit(unit.first_row)
+        if self.traits.problem.mask_rank:
+            self.mask_rows = [[MaskRow(unit, row) for row in halves] for halves in rows]
+
+    @cute.jit
+    def apply(self, rS: cute.Tensor, tile: Int32):
+        """Mask the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4)."""
+        first = tile * self.traits.tile.tile_n
+        if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+            self._set(rS, first)
+        elif first + self.traits.tile.tile_n > self.full_below:
+            self._set(rS, first)
+
+    @cute.jit
+    def _set(self, rS: cute.Tensor, first: Int32):
+        for block in cutlass.range_constexpr(rS.shape[0]):
+            for half in cutlass.range_constexpr(HALVES):
+                limit = self.limits[block][half] - (first + self.first_col)
+                for n in cutlass.range_constexpr(rS.shape[1]):
+                    for e in cutlass.range_constexpr(2):
+                        counts = n * 8 + e < limit
+                        if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+                            col = first + self.first_col + (n * 8 + e)
+                            counts = self.mask_rows[block][half].keeps(col, counts)
+                        rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)
+
+
+class MaskRow(TraceConstant):
+    """One row of a boolean mask of rank 2 (B, S), 3 (B, L, S) or 4 (B, H, L, S); outer dims of extent 1 are broadcast.
+
+    A row that the mask lacks keeps nothing.
+    """
+
+    def __init__(self, unit: Unit, row):
+        mMask = unit.ops.mMask
+        token, head = unit.token_and_head(row)
+        index = {2: (unit.batch,), 3: (unit.batch, token), 4: (unit.batch, head, token)}[len(mMask.shape)]
+        address, exists = mMask.iterator.toint(), Boolean(row < unit.num_rows)
+        for place, extent, stride in zip(index, mMask.shape, mMask.stride):
+            address = address + Int64(select(extent == 1, Int32(0), place)) * Int64(stride)
+            exists = exists & ((extent == 1) | (place < extent))
+        self.address = address
+        self.num_cols = select(exists, mMask.shape[len(mMask.shape) - 1], Int32(0))
+
+    @cute.jit
+    def keeps(self, col: Int32, counts):
+        """Whether a key counts that counts as far as limits go."""
+        kept = Boolean(False)
+        if counts and col < self.num_cols:
+            kept = gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0
+        return kept

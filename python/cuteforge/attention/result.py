@@ -1,0 +1,177 @@
+"""Where results go: the output, or a partial result in the workspace; and how the groups of a CTA join theirs."""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from cuteforge.attention.config import ROW_BLOCK, WARP, Traits
+from cuteforge.attention.work import Unit
+from cuteforge.device.copy import gmem_run, smem_floats
+from cuteforge.device.math import NEG_INF, exp2_fast, fma_rn, rcp_rn, select
+from cuteforge.device.mma_sm80 import pack_pair
+from cuteforge.device.softmax import HALVES, log_sum_exp
+from cuteforge.device.traced import TraceConstant
+
+
+class Results(TraceConstant):
+    """The rows of one unit as one of `splits` CTAs leaves them."""
+
+    def __init__(self, unit: Unit, splits, split):
+        self.traits, self.unit, self.splits, self.split = unit.traits, unit, splits, split
+        if self.traits.splits:
+            self.partials = Partials(self.traits, unit.ops.mWorkspace, unit.counts, splits)
+
+    @cute.jit
+    def store_fragments(self, rows: list, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
+        """Divide the sums by the weights and store them, two columns a lane."""
+        for block in cutlass.range_constexpr(self.traits.tile.m_blocks):
+            for half in cutlass.range_constexpr(HALVES):
+                row = rows[block][half]
+                factor = reciprocal_or_zero(rWeight[block, 0, 2 * half])
+                lse = Float32(0.0)
+                if cutlass.const_expr(self.traits.keeps_sums):
+                    lse = softmax.log_sum_exp(block, half)
+                if row < self.unit.num_rows:
+                    for n in cutlass.range_constexpr(self.traits.v_tiles):
+                        pair = [rO[block, n, 2 * half + e] * factor for e in range(2)]
+                        self.store(row, n * 8 + lane % 4 * 2, pair)
+                    if lane % 4 == 0:
+                        self.store_lse(row, lse)
+
+    @cute.jit
+    def store(self, row: Int32, col: Int32, values: list):
+        """Store adjacent columns of a row: as they are in a partial result, else rounded."""
+        if cutlass.const_expr(self.traits.splits):
+            if self.splits > 1:
+                address = self.partials.row_address(self.unit, row, self.split) + Int64(col * 4)
+                store_floats(address, values)
+            else:
+                self._store_rounded(row, col, values)
+        else:
+            self._store_rounded(row, col, values)
+
+    @cute.jit
+    def _store_rounded(self, row: Int32, col: Int32, values: list):
+        mOut = self.unit.ops.mOut
+        address = self.unit.query_address(mOut, row) + Int64(col * 2)
+        store_rounded(mOut.element_type, address, values)
+
+    @cute.jit
+    def store_lse(self, row: Int32, lse: Float32):
+        if cutlass.const_expr(self.traits.splits):
+            if self.splits > 1:
+                gmem_run(Float32, self.partials.lse_address(self.unit, row, self.split), 1)[0] = lse
+            else:
+                self._store_final_lse(row, lse)
+        else:
+            self._store_final_lse(row, lse)
+
+    @cute.jit
+    def _store_final_lse(self, row: Int32, lse: Float32):
+        if cutlass.const_expr(self.traits.problem.has_lse):
+            self.unit.ops.mLse[self.unit.lse_index(row)] = lse
+
+
+class Partials(TraceConstant):
+    """The workspace: fp32 results (request and KV head, split, row, column), after them their log-sum-exps."""
+
+    def __init__(self, traits: Traits, mWorkspace, counts, splits):
+        self.v_dim, self.splits = traits.problem.v_dim, splits
+        self.rows = counts.tokens * counts.group
+        self.kv_heads = counts.kv_heads
+        self.base = mWorkspace.iterator.toint()
+        heads = counts.requests * counts.kv_heads
+        self.lse_base = self.base + Int64(heads) * Int64(splits * self.rows) * (self.v_dim * 4)
+
+    def _index(self, batch, head, row, split):
+        return (Int64(batch * self.kv_heads + head) * Int64(self.splits) + Int64(split)) * Int64(self.rows) + Int64(row)
+
+    def row_address(self, unit: Unit, row, split):
+        return self.base + self._index(unit.batch, unit.head, row, split) * (self.v_dim * 4)
+
+    def lse_address(self, unit: Unit, row, split):
+        return self.lse_base + self._index(unit.batch, unit.head, row, split) * 4
+
+
+class GroupJoin(TraceConstant):
+    """The groups' results in shared memory: for each group and row the sums, the maximum, and the two sums of weights."""
+
+    def __init__(self, traits: Traits, address):
+        self.traits, self.address = traits, address
+        tile = traits.tile
+        self.stats = address + tile.key_warps * tile.tile_m * traits.join_pitch * 4
+
+    def _row(self, group, row):
+        return self.address + (group * self.traits.tile.tile_m + row) * (self.traits.join_pitch * 4)
+
+    def _stats(self, group, row):
+        return self.stats + (group * self.traits.tile.tile_m + row) * 12
+
+    @cute.jit
+    def put(self, group: Int32, row_warp: Int32, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
+        """Leave a warp's rows."""
+        tile = self.traits.tile
+        for block in cutlass.range_constexpr(tile.m_blocks):
+            for half in cutlass.range_constexpr(HALVES):
+                row = (row_warp * tile.m_blocks + block) * ROW_BLOCK + half * 8 + lane // 4
+                total = softmax.row_sum(block, half) if cutlass.const_expr(self.traits.keeps_sums) else Float32(0.0)
+                for n in cutlass.range_constexpr(self.traits.v_tiles):
+                    run = smem_floats(self._row(group, row) + (n * 8 + lane % 4 * 2) * 4, 2)
+                    run[0], run[1] = rO[block, n, 2 * half], rO[block, n, 2 * half + 1]
+                if lane % 4 == 0:
+                    stats = smem_floats(self._stats(group, row), 1, 3)
+                    stats[0], stats[1], stats[2] = softmax.rMax[block, half], rWeight[block, 0, 2 * half], total
+
+    @cute.jit
+    def store(self, results: Results, unit: Unit, factor: Float32, thread: Int32):
+        """Join the groups row by row, four columns a thread, and store."""
+        tile, runs = self.traits.tile, self.traits.problem.v_dim // 4
+        rows = cutlass.min(unit.num_rows - unit.first_row, tile.tile_m)
+        for i in cutlass.range(thread, rows * runs, WARP * tile.num_warps, unroll=1):
+            row, col = i // runs, i % runs * 4
+            weights, largest = self._weights(row, factor)
+            rSum = cute.make_rmem_tensor(4, Float32)
+            rSum.fill(0.0)
+            total, exact = Float32(0.0), Float32(0.0)
+            for group in cutlass.range_constexpr(tile.key_warps):
+                part = smem_floats(self._row(group, row) + col * 4, 4)
+                stats = smem_floats(self._stats(group, row), 1, 3)
+                total = fma_rn(weights[group], stats[1], total)
+                exact = fma_rn(weights[group], stats[2], exact)
+                for c in cutlass.range_constexpr(4):
+                    rSum[c] = fma_rn(weights[group], part[c], rSum[c])
+            scale = reciprocal_or_zero(total)
+            results.store(unit.first_row + row, col, [rSum[c] * scale for c in range(4)])
+            if cutlass.const_expr(self.traits.keeps_sums):
+                if col == 0:
+                    results.store_lse(unit.first_row + row, log_sum_exp(largest, exact, factor))
+
+    def _weights(self, row, factor):
+        """What each group's sums are scaled by, and the largest score of all groups."""
+        maxima = [smem_floats(self._stats(group, row), 1, 3)[0] for group in range(self.traits.tile.key_warps)]
+        largest = maxima[0]
+        for other in maxima[1:]:
+            largest = cute.arch.fmax(largest, other)
+        shift = Float32(select(largest == NEG_INF, Float32(0.0), largest)) * factor
+        return [exp2_fast(fma_rn(m, factor, -shift)) for m in maxima], largest
+
+
+def reciprocal_or_zero(total):
+    """1 / total; 0 for a row that has seen no key."""
+    return Float32(select(total == 0.0, Float32(0.0), rcp_rn(total)))
+
+
+def store_rounded(dtype, address, values: list) -> None:
+    """Store an even number of adjacent values, each rounded once, at an address aligned to their size."""
+    words = [pack_pair(dtype, low, high) for low, high in zip(values[::2], values[1::2])]
+    run = gmem_run(cutlass.Uint32, address, len(words))
+    rX = cute.make_rmem_tensor(len(words), cutlass.Uint32)
+    for i, word in enumerate(words):
+        rX[i] = word
+    run.store(rX.load())
+
+
+def store_floats(address, values: list) -> None:
+    rX = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        rX[i] = value
+    gmem_run(Float32, address, len(values)).store(rX.load())

@@ -1,0 +1,185 @@
+"""Which rows and keys a CTA works on: requests, their lengths, and the part that a block index stands for."""
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from cuteforge.attention.config import WARP, Traits
+from cuteforge.device.kv_source import PagedKV, StridedKV
+from cuteforge.device.math import select
+from cuteforge.device.traced import TraceConstant
+
+
+class Operands(TraceConstant):
+    """The operands of a kernel by name; None for those that the op does not have."""
+
+    NAMES = (
+        "mQ", "mK", "mV", "mOut", "mLse", "mMask", "mLengths", "mCuQ", "mCuK", "mTable", "mRows", "mNewK", "mNewV", "mWorkspace",
+    )  # fmt: skip
+
+    def __init__(self, *tensors):
+        for name, tensor in zip(self.NAMES, tensors, strict=True):
+            setattr(self, name, tensor)
+
+
+class Counts(TraceConstant):
+    """Sizes that shapes give: requests, heads, and the units of work of a grid."""
+
+    def __init__(self, traits: Traits, ops: Operands):
+        queries, q_shape, k_shape = traits.problem.queries, ops.mQ.shape, ops.mK.shape
+        self.kv_heads = k_shape[len(k_shape) - 2]
+        self.group = q_shape[len(q_shape) - 2] // self.kv_heads
+        tile_m = traits.tile.tile_m
+        if queries == "packed":
+            self.requests = ops.mCuQ.shape[0] - 1
+            self.tokens = q_shape[0]
+            # request b has the slots from (cu[b] * G) // tile_m + b on: at least as many as it has tiles of rows
+            self.slots = cutlass.max(self.tokens * self.group // tile_m + self.requests, 0)
+            self.units = self.slots * self.kv_heads
+        else:
+            self.requests = q_shape[0]
+            self.tokens = q_shape[1] if queries == "batch" else Int32(1)
+            self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
+            self.units = self.requests * self.kv_heads * self.row_tiles
+
+    def longest_keys(self, problem, ops: Operands):
+        """Keys that a request can have, by shape."""
+        if problem.keys == "packed":
+            return ops.mK.shape[0]
+        if not problem.is_paged:
+            return ops.mK.shape[1]
+        page_size = ops.mK.shape[1] if problem.keys == "pages" else Int32(1)
+        most = Int64(ops.mTable.shape[1]) * Int64(page_size)
+        return Int32(select(most > Int64(2**31 - 1), Int64(2**31 - 1), most))
+
+
+class Unit(TraceConstant):
+    """One KV head of one request, and the row tile of it that a CTA works on.
+
+    Attributes:
+        batch, head: request and KV head.
+        first_row, num_rows: where the tile starts among the request's packed rows, and how many rows there are in all.
+        first_token: of the request in packed queries, else 0.
+        q_len, k_len: tokens and keys of the request.
+    """
+
+    def __init__(self, traits: Traits, ops: Operands, counts: Counts, index, lane):
+        self.traits, self.ops, self.counts = traits, ops, counts
+        self.group = counts.group
+        if traits.problem.queries == "packed":
+            # long requests reach further back: the last tiles of the last request start first
+            slot = counts.slots - 1 - index // counts.kv_heads
+            self.head = index % counts.kv_heads
+            self.batch, self.first_token, self.q_len, tile = self._find_request(slot, lane)
+        else:
+            # tiles that see most keys start first, those of one KV head share what L2 holds
+            heads = counts.requests * counts.kv_heads
+            tile = counts.row_tiles - 1 - index // heads
+            self.batch, self.head = index % heads // counts.kv_heads, index % heads % counts.kv_heads
+            self.first_token, self.q_len = Int32(0), counts.tokens
+        self.first_row = tile * traits.tile.tile_m
+        self.num_rows = self.q_len * self.group
+        self.first_key, self.k_len = self._keys()
+
+    @cute.jit
+    def _find_request(self, slot: Int32, lane: Int32):
+        """(request, its first token, its tokens, row tile) of a slot; no tokens where the table makes no sense. All lanes together."""
+        table, requests, tokens = self.ops.mCuQ, self.counts.requests, self.counts.tokens
+        low, high = Int32(0), requests
+        # the last request whose first slot is at most `slot` is in [low, high)
+        while high - low > 1:
+            step = (high - low + (WARP - 1)) // WARP
+            probe = low + lane * step
+            hit = False
+            if probe < high:
+                hit = self._first_slot(table[probe], probe) <= slot
+            passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(hit)), 1)
+            low = low + (passed - 1) * step
+            high = cutlass.min(low + step, high)
+        first, after = table[low], table[low + 1]
+        first_tile = slot - self._first_slot(first, low)
+        q_len = cutlass.min(after, tokens) - first
+        if first < 0 or q_len < 0 or after < first or first_tile < 0:
+            q_len = Int32(0)
+        return low, first, q_len, first_tile
+
+    def _first_slot(self, first_token, request):
+        return Int32(Int64(first_token) * Int64(self.group) // self.traits.tile.tile_m) + request
+
+    @cute.jit
+    def _keys(self):
+        """(first key in packed keys, number of keys): never more than the operands hold."""
+        problem, ops = self.traits.problem, self.ops
+        first = Int32(0)
+        most = self.counts.longest_keys(problem, ops)
+        length = most
+        if cutlass.const_expr(problem.keys == "packed"):
+            first, length = self._span(ops.mCuK, most)
+        if cutlass.const_expr(problem.lengths == "seqlens"):
+            length = cutlass.min(ops.mLengths[self.batch], length)
+        elif cutlass.const_expr(problem.lengths == "indptr"):
+            begin, end = ops.mLengths[self.batch], ops.mLengths[self.batch + 1]
+            length = select((begin >= 0) & (end >= begin), cutlass.min(end - begin, length), Int32(0))
+        if cutlass.const_expr(problem.is_paged):
+            row = self.table_row()
+            length = select((row >= 0) & (row < ops.mTable.shape[0]), length, Int32(0))
+        return first, cutlass.max(length, 0)
+
+    def _span(self, table, most):
+        """(first, length) of the request in a table of offsets, within [0, most)."""
+        begin, end = table[self.batch], cutlass.min(table[self.batch + 1], most)
+        valid = (begin >= 0) & (end >= begin)
+        return select(valid, begin, Int32(0)), select(valid, end - begin, Int32(0))
+
+    def table_row(self):
+        return self.ops.mRows[self.batch] if self.traits.problem.has_rows else self.batch
+
+    def key_limit(self, row):
+        """Keys that a packed row sees, from the first on: all, or up to its own token at the lower right corner."""
+        if not self.traits.problem.causal:
+            return self.k_len
+        return cutlass.min(row // self.group + (self.k_len - self.q_len) + 1, self.k_len)
+
+    def last_row(self):
+        """The last row of the tile."""
+        return cutlass.min(self.first_row + self.traits.tile.tile_m, self.num_rows) - 1
+
+    def source(self):
+        """Where the unit's keys and values come from."""
+        problem, ops = self.traits.problem, self.ops
+        if problem.keys == "batch":
+            return StridedKV.of_batch(ops.mK, ops.mV, self.batch, self.head)
+        if problem.keys == "packed":
+            return StridedKV.of_packed(ops.mK, ops.mV, self.first_key, self.head)
+        new, new_token = None, None
+        if problem.appends:
+            new = tuple(row_address(m, (self.batch, self.head)) for m in (ops.mNewK, ops.mNewV))
+            new_token = self.k_len - 1
+        return PagedKV(ops.mK, ops.mV, ops.mTable, self.table_row(), self.head, new, new_token)
+
+    def token_and_head(self, row):
+        """(query token within the request, query head) of a packed row."""
+        return row // self.group, self.head * self.group + row % self.group
+
+    def query_address(self, m: cute.Tensor, row):
+        """Byte address of a packed row in q or out."""
+        token, head = self.token_and_head(row)
+        index = {
+            "batch": (self.batch, token, head),
+            "single": (self.batch, head),
+            "packed": (self.first_token + token, head),
+        }[self.traits.problem.queries]
+        return row_address(m, index)
+
+    def lse_index(self, row):
+        token, head = self.token_and_head(row)
+        if self.traits.problem.queries == "packed":
+            return head, self.first_token + token
+        return self.batch, head, token
+
+
+def row_address(m: cute.Tensor, index: tuple):
+    """Byte address of the row at all but the last mode."""
+    offset = Int64(0)
+    for place, stride in zip(index, m.stride):
+        offset = offset + Int64(place) * Int64(stride)
+    return m.iterator.toint() + offset * (m.element_type.width // 8)

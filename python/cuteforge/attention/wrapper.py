@@ -1,0 +1,272 @@
+"""One-call attention: allocate the results, reuse a compiled op, launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cuteforge.api_base import TupleDict
+from cuteforge.attention.api import (
+    GQADecode,
+    GQAPrefill,
+    PagedGQADecode,
+    PagedGQAPrefill,
+    decode_rows,
+)
+from cuteforge.attention.config import ROW_BLOCK
+from cuteforge.errors import ContractError
+from cuteforge.op_cache import dense, run_op
+from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
+
+_Tensor = torch.Tensor
+_NO_CONTEXT = contextlib.nullcontext()
+_POOLS = ("k_cache", "v_cache")
+
+
+def gqa_decode_wrapper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+    causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None, return_lse: bool = False,
+    out: torch.Tensor | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Attention of a few query tokens; see `GQADecode` for the operation, shapes and numerics.
+
+    Args:
+        q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``.
+        seqlens_k: int32, or int64, which is converted.
+        return_lse: also return the log-sum-exp.
+        out: where to write the result; None allocates it.
+        stream: where allocation, copies and launch happen; None is torch's current stream of q's device, and the only choice under torch.compile.
+
+    Returns:
+        ``TupleDict(out=(B, L, Hq, Dv))``, with ``lse=(B, Hq, L)`` fp32 if asked for.
+
+    An input whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another implementation.
+
+    Raises:
+        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
+        UnsupportedError: a head dim or a GPU that the kernel does not serve.
+    """
+    tensors = {"q": q, "k": k, "v": v, "seqlens_k": seqlens_k, "mask": mask}
+    return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, causal=causal, num_splits=num_splits)
+
+
+def gqa_prefill_wrapper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+    return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Attention of many query tokens, dense or packed; see `GQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
+
+    Returns:
+        ``TupleDict(out=(B, L, Hq, Dv))`` or ``(T, Hq, Dv)``, with ``lse=(B, Hq, L)`` or ``(Hq, T)`` if asked for.
+    """
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqlens_k": seqlens_k,
+        "mask": mask,
+    }
+    return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, causal=causal)
+
+
+def paged_gqa_decode_wrapper(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, *, seqlens_k: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+    num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Attention of a few query tokens over pages; see `PagedGQADecode` for the operation, and `gqa_decode_wrapper` for what is not said here.
+
+    With `new_k` and `new_v` the pools are written, and refused instead of copied where the kernel cannot.
+
+    Returns:
+        ``TupleDict(out)``, shape of q with Dv for D, with ``lse=(B, Hq, L)`` if asked for.
+    """
+    tensors = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k, "kv_indptr": kv_indptr,
+        "page_table_rows": page_table_rows, "new_k": new_k, "new_v": new_v, "mask": mask,
+    }  # fmt: skip
+    return _attend(
+        PagedGQADecode, tensors, out, return_lse, stream, softmax_scale, causal=causal, num_splits=num_splits
+    )
+
+
+def paged_gqa_prefill_wrapper(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, *,
+    seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, return_lse: bool = False,
+    out: torch.Tensor | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Attention of packed query tokens over pages; see `PagedGQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
+
+    Returns:
+        ``TupleDict(out=(T, Hq, Dv))``, with ``lse=(Hq, T)`` if asked for.
+    """
+    tensors = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k,
+        "kv_indptr": kv_indptr, "page_table_rows": page_table_rows, "mask": mask,
+    }  # fmt: skip
+    return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, causal=causal)
+
+
+def attn_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
+) -> torch.Tensor:  # fmt: skip
+    """``gqa_decode_wrapper(…)["out"]``. Never another implementation.
+
+    Raises:
+        RuntimeError: the kernel does not run here (UnsupportedError).
+    """
+    return gqa_decode_wrapper(q, k, v, mask=mask, causal=is_causal, softmax_scale=scale)["out"]
+
+
+def attn_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
+) -> torch.Tensor:  # fmt: skip
+    """``gqa_prefill_wrapper(…)["out"]`` of dense tensors; as `attn_decode`."""
+    return gqa_prefill_wrapper(q, k, v, mask=mask, causal=is_causal, softmax_scale=scale)["out"]
+
+
+def attn_paged_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``paged_gqa_decode_wrapper(…)["out"]``; as `attn_decode`."""
+    config = {"seqlens_k": seqlens_k, "mask": mask, "causal": is_causal, "softmax_scale": scale}
+    return paged_gqa_decode_wrapper(q, k_cache, v_cache, page_table, **config)["out"]
+
+
+def attn_paged_prefill(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``paged_gqa_prefill_wrapper(…)["out"]``; as `attn_decode`."""
+    config = {"seqlens_k": seqlens_k, "mask": mask, "causal": is_causal, "softmax_scale": scale}
+    return paged_gqa_prefill_wrapper(q, k_cache, v_cache, page_table, cu_seqlens_q, **config)["out"]
+
+
+# How a wrapper runs.
+
+Tensors = dict[str, Any]
+
+
+def _attend(
+    op: type, tensors: Tensors, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, **config: Any
+) -> TupleDict:
+    """Run a wrapper; `tensors` are its inputs by name, None for those not given."""
+    check_queries(tensors, op)
+    given = {name: x for name, x in tensors.items() if x is not None}
+    refuse_grad(given, given.values(), op.__name__)
+    context = _NO_CONTEXT if stream is None else explicit_stream(stream, tensors["q"].device)
+    with context:
+        if is_traced(tensors["q"]):
+            results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
+        else:
+            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config)
+    return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
+
+
+def run_attention(
+    op: type,
+    given: Tensors,
+    out: Any,
+    return_lse: bool,
+    stream: Any,
+    softmax_scale: float | None,
+    config: Mapping[str, Any],
+) -> tuple:
+    """(out, lse or None), launched on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+    new_out, lse = new_results(given, return_lse)
+    results = {"out": new_out if out is None else out}
+    if return_lse:
+        results["lse"] = lse
+    names, inputs = tuple(given), tuple(given.values())
+    q, keys = inputs[0], inputs[1]
+    rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4) if "num_splits" in config else 0
+    key = (
+        op, names, return_lse, q.dtype, q.shape[-1], inputs[2].shape[-1], q.dim(), keys.dim(), given["mask"].dim() if "mask" in given else 0,
+        tuple(config.values()), rows, q.get_device(),
+    )  # fmt: skip
+    copy = _readable_but_pools(given) if "new_k" in given else readable
+    run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
+    return results["out"], lse
+
+
+def _make(*call: Any) -> Any:
+    *inputs, op, names, results, _, _, config = call
+    return op(**dict(zip(names, inputs)), **results, **config)
+
+
+def _launch(
+    op: Any, inputs: tuple, _: type, names: tuple[str, ...], results: Tensors, stream: Any, scale: float | None, __: Any
+) -> None:
+    needed = op.workspace_bytes_on(inputs[0].get_device()) if op._splits else 0
+    workspace = inputs[0].new_empty(needed, dtype=torch.uint8) if needed else None
+    op.execute(**dict(zip(names, inputs)), **results, softmax_scale=scale, workspace=workspace, stream=stream)
+
+
+def new_results(given: Tensors, with_lse: bool) -> tuple:
+    """Uninitialised (out, lse or None) for inputs by name."""
+    q, values = given["q"], given["v" if "v" in given else "v_cache"]
+    out = q.new_empty((*q.shape[:-1], values.shape[-1]))
+    if not with_lse:
+        return out, None
+    if "cu_seqlens_q" in given:
+        shape = (q.shape[1], q.shape[0])
+    else:
+        shape = (q.shape[0], q.shape[-2], q.shape[1] if q.dim() == 4 else 1)
+    return out, q.new_empty(shape, dtype=torch.float32)
+
+
+def readable(tensor: Any) -> Any:
+    """`tensor`, or a copy that the kernel reads: indices as int32, rows contiguous and aligned."""
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
+        return tensor.to(torch.int32)
+    return dense(tensor)
+
+
+def _readable_but_pools(given: Tensors) -> Callable[[Any], Any]:
+    """As `readable`, except for pools that are written."""
+    pools = [given[name] for name in _POOLS]
+    return lambda tensor: tensor if any(tensor is pool for pool in pools) else readable(tensor)
+
+
+def check_queries(tensors: Tensors, op: type) -> None:
+    """What is needed to allocate the results; the op checks everything else."""
+    names = list(tensors)[:3]
+    for name in names:
+        x = tensors[name]
+        if not isinstance(x, _Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+    packed = tensors.get("cu_seqlens_q") is not None or op is PagedGQAPrefill
+    wanted = {3: "(T, Hq, D)"} if packed else {4: "(B, L, Hq, D)"} | ({3: "(B, Hq, D)"} if op is PagedGQADecode else {})
+    if tensors["q"].dim() not in wanted:
+        raise ContractError(f"q: wanted shape {' or '.join(wanted.values())}, got {tensors['q'].dim()} dims")
+    ranks = (3, 4) if "k_cache" in tensors else (tensors["q"].dim(),)
+    for name in names[1:]:
+        if tensors[name].dim() not in ranks:
+            raise ContractError(f"{name}: wanted {' or '.join(map(str, ranks))} dims, got {tensors[name].dim()}")
+
+
+def _attend_by_op(
+    op: type,
+    tensors: Tensors,
+    given: Tensors,
+    out: Any,
+    stream: Any,
+    softmax_scale: float | None,
+    config: Mapping[str, Any],
+) -> tuple:
+    """As `run_attention`, seen by what follows the call."""
+    from cuteforge.attention.torch_ops import OPS
+
+    name = OPS[op] + ("_append_" if "new_k" in given else "")
+    inputs = [x for key, x in tensors.items() if key not in ("new_k", "new_v") or "new_k" in given]
+    results = call_op(name, given, (*inputs, softmax_scale, *config.values()), stream)
+    return (results[0] if out is None else out.copy_(results[0]), results[1])

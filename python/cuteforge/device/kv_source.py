@@ -1,0 +1,114 @@
+"""Where keys and values come from: strided tensors, packed sequences, or pages.
+
+A source gives the byte addresses of a token's key and value. A strided one computes them in any lane; a paged one looks a page number up, which
+takes a memory latency, so lanes share the work: `KVRing` lets each lane look up one row of a tile ahead of time and passes addresses on by shuffle.
+"""
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from cuteforge.device.copy import gmem_run
+from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS
+from cuteforge.device.traced import TraceConstant
+
+NOWHERE = 0  # the address of a token that does not exist
+
+
+class StridedKV(TraceConstant):
+    """One head of one request, its tokens a constant stride apart."""
+
+    has_lookup = False
+
+    def __init__(self, k_base, v_base, k_stride, v_stride):
+        self.k_base, self.v_base, self.k_stride, self.v_stride = k_base, v_base, k_stride, v_stride
+
+    @classmethod
+    def of_batch(cls, mK: cute.Tensor, mV: cute.Tensor, batch, head):
+        """(B, S, Hkv, D) tensors."""
+        bases = (_address(m, (batch, 0, head)) for m in (mK, mV))
+        return cls(*bases, _byte_stride(mK, 1), _byte_stride(mV, 1))
+
+    @classmethod
+    def of_packed(cls, mK: cute.Tensor, mV: cute.Tensor, first_token, head):
+        """(T, Hkv, D) tensors, from the token where the request starts."""
+        bases = (_address(m, (first_token, head)) for m in (mK, mV))
+        return cls(*bases, _byte_stride(mK, 0), _byte_stride(mV, 0))
+
+    def addresses(self, token):
+        """Byte addresses of the key and the value of a token."""
+        return self.k_base + Int64(token) * self.k_stride, self.v_base + Int64(token) * self.v_stride
+
+
+class PagedKV(TraceConstant):
+    """One head of one request, its tokens in pages of a pool.
+
+    Args:
+        mK, mV: (P, ps, Hkv, D), or (P, Hkv, D) for pages of one token.
+        mTable: (R, C) page numbers; `row` is the request's.
+        new: addresses of a key and a value that stand for token `new_token`, or None.
+    """
+
+    has_lookup = True
+
+    def __init__(self, mK: cute.Tensor, mV: cute.Tensor, mTable: cute.Tensor, row, head, new=None, new_token=None):
+        self.mTable, self.row = mTable, row
+        self.num_pages = mK.shape[0]
+        self.dims = (mK.shape[len(mK.shape) - 1], mV.shape[len(mV.shape) - 1])
+        self.is_flat = len(mK.shape) == 3
+        self.page_size = Int32(1) if self.is_flat else mK.shape[1]
+        place = (0, head) if self.is_flat else (0, 0, head)
+        self.pools = [
+            (_address(m, place), _byte_stride(m, 0), Int64(0) if self.is_flat else _byte_stride(m, 1)) for m in (mK, mV)
+        ]
+        self.new, self.new_token = new, new_token
+
+    @cute.jit
+    def lookup(self, token: Int32, end: Int32):
+        """Byte addresses of the key and the value of a token; NOWHERE for both if it is not before `end` or its page is not in the pool."""
+        k_address, v_address = self.in_pool(token, end)
+        if cutlass.const_expr(self.new is not None):
+            if token == self.new_token and token < end:
+                k_address, v_address = self.new
+        return k_address, v_address
+
+    @cute.jit
+    def in_pool(self, token: Int32, end: Int32):
+        """As `lookup`, but always in the pool."""
+        k_address, v_address = Int64(NOWHERE), Int64(NOWHERE)
+        if token < end and token >= 0:
+            page = self.mTable[self.row, token // self.page_size]
+            if page >= 0 and page < self.num_pages:
+                slot = token % self.page_size
+                (k_base, k_page, k_slot), (v_base, v_page, v_slot) = self.pools
+                k_address = k_base + Int64(page) * k_page + Int64(slot) * k_slot
+                v_address = v_base + Int64(page) * v_page + Int64(slot) * v_slot
+        return k_address, v_address
+
+    @cute.jit
+    def append(self, lane: Int32):
+        """Store the new key and value in the pool, by one warp; nowhere if the page is not in the pool."""
+        token = self.new_token
+        for address, new, dim in zip(self.in_pool(token, token + 1), self.new, self.dims):
+            chunk = Int64(lane * CHUNK_BYTES)
+            if token >= 0 and address != Int64(NOWHERE) and lane < dim // CHUNK_ELEMS:
+                words = CHUNK_BYTES // 4
+                gmem_run(Uint32, address + chunk, words).store(gmem_run(Uint32, new + chunk, words).load())
+
+
+def _byte_stride(m: cute.Tensor, mode: int):
+    return Int64(m.stride[mode]) * (m.element_type.width // 8)
+
+
+def _address(m: cute.Tensor, index: tuple):
+    """Byte address of the first element at the leading `index`."""
+    address = m.iterator.toint()
+    for mode, place in enumerate(index):
+        address = address + Int64(place) * _byte_stride(m, mode)
+    return address
+
+
+def shuffle_address(address, lane):
+    """A 64-bit value of another lane."""
+    low = cute.arch.shuffle_sync(Int32(address & Int64(0xFFFFFFFF)), lane)
+    high = cute.arch.shuffle_sync(Int32(address >> Int64(32)), lane)
+    return (Int64(high) << Int64(32)) | (Int64(low) & Int64(0xFFFFFFFF))

@@ -19,10 +19,8 @@ ROW_BLOCK = 16
 MAX_HEAD_DIM = 256
 CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
 SMEM_ALIGNMENT = 128
-MAX_SPLITS = 128
-SPLIT_WAVES = 2
-# A split costs about as much as this many tiles of keys: filling the ring, and leaving and joining a partial result.
-SPLIT_COST_TILES = 4
+PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
+MAX_WAVES = 4
 
 
 @dataclass(frozen=True)
@@ -135,19 +133,19 @@ class Traits:
         return self.problem.has_lse or self.splits
 
 
-def partial_row_bytes(v_dim: int) -> int:
-    """Workspace for one row of one split: an fp32 result and its log-sum-exp."""
-    return (v_dim + 1) * 4
-
-
 def max_ctas(traits: Traits, arch: Arch) -> int:
     """CTAs that fill the GPU once."""
     return arch.num_sms * traits.tile.ctas_per_sm
 
 
 def workspace_bytes(traits: Traits, arch: Arch) -> int:
-    """Workspace for the partial results of all units: the units are split into no more CTAs than `SPLIT_WAVES` times fill the GPU."""
-    return SPLIT_WAVES * max_ctas(traits, arch) * traits.tile.tile_m * partial_row_bytes(traits.problem.v_dim)
+    """Workspace for the parts of as many CTAs as are ever launched to share units."""
+    return MAX_WAVES * max_ctas(traits, arch) * cta_workspace_bytes(traits)
+
+
+def cta_workspace_bytes(traits: Traits) -> int:
+    """Workspace of one CTA: fp32 rows and their log-sum-exps."""
+    return PARTS * traits.tile.tile_m * (traits.problem.v_dim + 1) * 4
 
 
 def why_not(traits: Traits, arch: Arch) -> str | None:

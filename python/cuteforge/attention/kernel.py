@@ -12,18 +12,11 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.attention.combine import Combine
-from cuteforge.attention.config import (
-    MAX_SPLITS,
-    ROW_BLOCK,
-    SPLIT_COST_TILES,
-    SPLIT_WAVES,
-    WARP,
-    Traits,
-    partial_row_bytes,
-)
+from cuteforge.attention.config import MAX_WAVES, ROW_BLOCK, SMEM_ALIGNMENT, WARP, Traits, cta_workspace_bytes
 from cuteforge.attention.fake_operands import operands
 from cuteforge.attention.mask import ScoreMask
 from cuteforge.attention.result import GroupJoin, Results
+from cuteforge.attention.shares import BEGUN, CONTINUED, WHOLE, Shares
 from cuteforge.attention.work import Counts, Operands, Unit
 from cuteforge.device.copy import gmem_run
 from cuteforge.device.dtypes import DTYPES
@@ -67,46 +60,46 @@ class Attention:
     ):
         """Args: CTAs that fill the GPU once; the most of them that may share a unit's keys, 0 for any; the scale of the scores."""
         tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
-        ops = Operands(*tensors)
-        counts = Counts(self.traits, ops)
-        splits = Int32(1)
-        if cutlass.const_expr(self.traits.splits):
-            splits = self._choose_splits(ops, counts, most_splits, max_ctas)
+        counts = Counts(self.traits, Operands(*tensors))
         if counts.units > 0:
-            self.kernel(*tensors, scale, splits).launch(
-                grid=(counts.units * splits, 1, 1),
-                block=(WARP * self.traits.tile.num_warps, 1, 1),
-                min_blocks_per_mp=self.traits.tile.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-            )
             if cutlass.const_expr(self.traits.splits):
-                if splits > 1:
-                    Combine(self.traits).launch(ops, counts, splits, stream)
+                teams, pieces = self._plan(counts, most_splits, max_ctas)
+                self._launch(tensors, teams * counts.kv_heads, scale, teams, pieces, stream)
+                Combine(self.traits).launch(tensors, counts, teams, pieces, stream)
+            else:
+                self._launch(tensors, counts.units, scale, Int32(0), Int32(0), stream)
+
+    def _launch(self, tensors: tuple, num_ctas, scale, teams, pieces, stream) -> None:
+        self.kernel(*tensors, scale, teams, pieces).launch(
+            grid=(num_ctas, 1, 1),
+            block=(WARP * self.traits.tile.num_warps, 1, 1),
+            min_blocks_per_mp=self.traits.tile.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
 
     @cute.jit
-    def _choose_splits(self, ops: Operands, counts: Counts, most_splits: Int32, max_ctas: Int32):
-        """How many CTAs share a unit's keys: what lets the last of them end first, as many as the workspace has room for."""
-        tile, problem = self.traits.tile, self.traits.problem
-        tile_keys = tile.key_warps * tile.tile_n
-        tiles = (counts.longest_keys(problem, ops) + tile_keys - 1) // tile_keys
-        rows = counts.requests * counts.kv_heads * counts.group * counts.tokens
-        limit = cutlass.min(tiles, MAX_SPLITS)
-        limit = cutlass.min(limit, SPLIT_WAVES * max_ctas // cutlass.max(counts.units, 1))
+    def _plan(self, counts: Counts, most_splits: Int32, max_ctas: Int32):
+        """(teams, pieces) as `Shares` takes them: shares for one wave of CTAs, or for the number of waves that leaves least of the GPU idle."""
+        tile = self.traits.tile
+        units = counts.requests * counts.row_tiles
+        room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(self.traits)) // counts.kv_heads
+        teams, pieces = Int32(1), Int32(0)
+        least_idle = Int32(1 << 30)
+        for waves in cutlass.range_constexpr(1, MAX_WAVES + 1):
+            candidate = waves * max_ctas // counts.kv_heads
+            # in 1/64 of a wave, and a little for each wave
+            idle = (waves * max_ctas - candidate * counts.kv_heads) * 64 // (waves * max_ctas) + 2 * waves
+            if candidate > 0 and idle < least_idle:
+                teams = candidate
+                least_idle = idle
+        turn = tile.key_warps * tile.tile_n
+        most_turns = Int64(units) * Int64(cutlass.max((counts.most_keys() + turn - 1) // turn, 1))
+        teams = cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
         if most_splits > 0:
-            limit = cutlass.min(limit, most_splits)
-        bytes_of_a_split = Int64(rows) * partial_row_bytes(problem.v_dim)
-        if bytes_of_a_split * Int64(limit) > Int64(ops.mWorkspace.shape[0]):
-            limit = Int32(Int64(ops.mWorkspace.shape[0]) // cutlass.max(bytes_of_a_split, Int64(1)))
-        best = Int32(1)
-        least = _waves(counts.units, max_ctas) * (tiles + SPLIT_COST_TILES)
-        for splits in cutlass.range(2, limit + 1):
-            cost = _waves(counts.units * splits, max_ctas) * ((tiles + splits - 1) // splits + SPLIT_COST_TILES)
-            cost += SPLIT_COST_TILES
-            if cost < least:
-                least = cost
-                best = splits
-        return best
+            pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
+            teams = units * pieces
+        return cutlass.max(teams, 1), pieces
 
     @cute.kernel
     def kernel(
@@ -126,7 +119,8 @@ class Attention:
         mNewV: cute.Tensor | None,
         mWorkspace: cute.Tensor | None,
         scale: Float32,
-        splits: Int32,
+        teams: Int32,
+        pieces: Int32,
     ):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
@@ -136,15 +130,55 @@ class Attention:
             mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace
         )  # fmt: skip
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        unit = Unit(self.traits, ops, Counts(self.traits, ops), bidx // splits, lane)
+        counts = Counts(self.traits, ops)
         smem = cutlass.memory.SmemAllocator()
-        sMemory = smem.allocate(self.traits.smem_bytes - 128, byte_alignment=128)
-        results = Results(unit, splits, bidx % splits)
-        self._attend(unit, results, sMemory.toint(), scale, lane, warp)
+        sAddress = smem.allocate(self.traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
+        if cutlass.const_expr(self.traits.splits):
+            team, head = bidx // counts.kv_heads, bidx % counts.kv_heads
+            shares = Shares(counts, teams, pieces, lane)
+            self._attend_share(counts, shares, team, head, sAddress, scale, lane, warp)
+        else:
+            unit = Unit.of_block(counts, bidx, lane)
+            self._attend(unit, Results(unit), Int32(0), Int32(1 << 24), sAddress, scale, lane, warp)
 
     @cute.jit
-    def _attend(self, unit: Unit, results, sAddress: Int32, scale: Float32, lane: Int32, warp: Int32):
-        """One warp's part: its rows, its group's keys."""
+    def _attend_share(
+        self, counts, shares, team: Int32, head: Int32, sAddress: Int32, scale: Float32, lane: Int32, warp: Int32
+    ):
+        """Go through the units that the share of a team touches."""
+        batch, row_tile, turn, left, part = shares.first_segment(team)
+        going = left > 0 or shares.pieces > 0
+        while going:
+            turns = shares.turns_of(batch)
+            end = cutlass.min(turns, turn + left)
+            if shares.pieces == 0:
+                part = select(turn > 0, Int32(CONTINUED), select(end < turns, Int32(BEGUN), Int32(WHOLE)))
+            unit = Unit(counts, batch, head, row_tile)
+            self._attend(unit, Results(unit, (shares.teams, team), part), turn, end, sAddress, scale, lane, warp)
+            left = left - (end - turn)
+            going = left > 0
+            turn = Int32(0)
+            row_tile = row_tile + 1
+            if row_tile == counts.row_tiles:
+                row_tile = Int32(0)
+                batch = batch + 1
+            if going:
+                # the rings are filled again only when all have read what is in their place
+                cute.arch.sync_threads()
+
+    @cute.jit
+    def _attend(
+        self,
+        unit: Unit,
+        results,
+        turn: Int32,
+        end_turn: Int32,
+        sAddress: Int32,
+        scale: Float32,
+        lane: Int32,
+        warp: Int32,
+    ):
+        """One warp's part of a unit: its rows, and of the keys of some turns its group's."""
         tile = self.traits.tile
         group, row_warp = warp // tile.row_warps, warp % tile.row_warps
         first_row = unit.first_row + row_warp * (ROW_BLOCK * tile.m_blocks)
@@ -157,18 +191,16 @@ class Attention:
         ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len)
         ring.clear_pads()
         if cutlass.const_expr(self.traits.problem.appends):
-            if warp == 0 and results.split == 0 and unit.first_row == 0:
+            if warp == 0 and turn == 0 and unit.first_row == 0:
                 source.append(lane)
-        begin, count = self._share(unit, results, group)
-        queries = self._load_queries(unit, rows, scale, lane)
         factor = select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E)
         softmax = OnlineSoftmax(tile.m_blocks, Float32(factor), self.traits.keeps_sums)
         rO = cute.make_rmem_tensor((tile.m_blocks, self.traits.v_tiles, 4), Float32)
         rWeight = cute.make_rmem_tensor((tile.m_blocks, 1, 4), Float32)
         rO.fill(0.0)
         rWeight.fill(0.0)
-        mask = ScoreMask(unit, rows, lane)
-        self._stream(unit, ring, mask, queries, softmax, rO, rWeight, begin, count, group, lane)
+        first, count = self._tiles(unit, turn, end_turn, group)
+        self._stream(unit, ring, rows, softmax, rO, rWeight, first, count, group, scale, lane)
         if cutlass.const_expr(tile.key_warps == 1):
             results.store_fragments(rows, softmax, rO, rWeight, lane)
         else:
@@ -180,19 +212,15 @@ class Attention:
             join.store(results, unit, softmax.factor, warp * WARP + lane)
 
     @cute.jit
-    def _share(self, unit: Unit, results, group: Int32):
-        """(first tile, number of tiles) of a group of warps; its tiles are `key_warps` apart."""
+    def _tiles(self, unit: Unit, turn: Int32, end_turn: Int32, group: Int32):
+        """(first tile, number of tiles) of a group of warps in some turns; its tiles are `key_warps` apart."""
         tile = self.traits.tile
         keys = cutlass.max(unit.key_limit(unit.last_row()), 0)
         if unit.first_row >= unit.num_rows:
             keys = Int32(0)
-        tiles = (keys + tile.tile_n - 1) // tile.tile_n
-        per_split = (tiles + results.splits - 1) // results.splits
-        # whole turns of all groups, so that only the last split ends unevenly
-        per_split = (per_split + tile.key_warps - 1) // tile.key_warps * tile.key_warps
-        begin = results.split * per_split + group
-        end = cutlass.min((results.split + 1) * per_split, tiles)
-        return begin, cutlass.max(end - begin + (tile.key_warps - 1), 0) // tile.key_warps
+        end = cutlass.min((keys + tile.tile_n - 1) // tile.tile_n, end_turn * tile.key_warps)
+        first = turn * tile.key_warps + group
+        return first, cutlass.max(end - first + (tile.key_warps - 1), 0) // tile.key_warps
 
     @cute.jit
     def _load_queries(self, unit: Unit, rows: list, scale: Float32, lane: Int32):
@@ -222,8 +250,8 @@ class Attention:
 
     @cute.jit
     def _stream(
-        self, unit, ring, mask, queries, softmax, rO, rWeight, begin: Int32, count: Int32, group: Int32, lane: Int32
-    ):
+        self, unit, ring, rows: list, softmax, rO, rWeight, begin: Int32, count: Int32, group: Int32, scale: Float32, lane: Int32
+    ):  # fmt: skip
         """Go through the group's tiles, the copies `num_stages - 1` tiles ahead and the look-ups one tile further."""
         tile, num_stages = self.traits.tile, self.traits.tile.num_stages
         step = tile.key_warps
@@ -233,6 +261,9 @@ class Attention:
                 ring.issue(begin + ahead * step, Int32(ahead), found)
             cute.arch.cp_async_commit_group()
             found = ring.lookup(begin + (ahead + 1) * step)
+        # after the copies: their wait is not behind that of the queries
+        queries = self._load_queries(unit, rows, scale, lane)
+        mask = ScoreMask(unit, rows, lane)
         stage = Int32(0)
         for turn in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(num_stages - 2)
@@ -307,10 +338,6 @@ def _get(rX: cute.Tensor, block: int, n: int) -> tuple:
 def _put(rX: cute.Tensor, block: int, n: int, values) -> None:
     for e, value in enumerate(values):
         rX[block, n, e] = value
-
-
-def _waves(ctas, max_ctas):
-    return (ctas + max_ctas - 1) // max_ctas
 
 
 def build(traits: Traits) -> Build:

@@ -1,10 +1,11 @@
-"""Where results go: the output, or a partial result in the workspace; and how the groups of a CTA join theirs."""
+"""Where results go: the output, or a part in the workspace; and how the groups of a CTA join theirs."""
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from cuteforge.attention.config import ROW_BLOCK, WARP, Traits
-from cuteforge.attention.work import Unit
+from cuteforge.attention.config import PARTS, ROW_BLOCK, WARP, Traits
+from cuteforge.attention.shares import WHOLE
+from cuteforge.attention.work import Counts, Unit
 from cuteforge.device.copy import gmem_run, smem_floats
 from cuteforge.device.math import NEG_INF, exp2_fast, fma_rn, rcp_rn, select
 from cuteforge.device.mma_sm80 import pack_pair
@@ -13,12 +14,17 @@ from cuteforge.device.traced import TraceConstant
 
 
 class Results(TraceConstant):
-    """The rows of one unit as one of `splits` CTAs leaves them."""
+    """The rows of one unit as a CTA leaves them: final, or a part of its own in the workspace.
 
-    def __init__(self, unit: Unit, splits, split):
-        self.traits, self.unit, self.splits, self.split = unit.traits, unit, splits, split
-        if self.traits.splits:
-            self.partials = Partials(self.traits, unit.ops.mWorkspace, unit.counts, splits)
+    Args:
+        cta: (teams, team) where units are shared, else None.
+        part: which of the CTA's parts, WHOLE for final rows.
+    """
+
+    def __init__(self, unit: Unit, cta=None, part=None):
+        self.traits, self.unit, self.part = unit.traits, unit, part
+        if cta is not None:
+            self.team, self.partials = cta[1], Partials(unit.counts, cta[0])
 
     @cute.jit
     def store_fragments(self, rows: list, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
@@ -39,57 +45,58 @@ class Results(TraceConstant):
 
     @cute.jit
     def store(self, row: Int32, col: Int32, values: list):
-        """Store adjacent columns of a row: as they are in a partial result, else rounded."""
+        """Store adjacent columns of a row: as they are in a part, else rounded."""
         if cutlass.const_expr(self.traits.splits):
-            if self.splits > 1:
-                address = self.partials.row_address(self.unit, row, self.split) + Int64(col * 4)
-                store_floats(address, values)
+            if self.part != WHOLE:
+                store_floats(self.partials.row_address(self._index(row)) + Int64(col * 4), values)
             else:
                 self._store_rounded(row, col, values)
         else:
             self._store_rounded(row, col, values)
 
+    def _index(self, row):
+        return self.partials.index(self.team, self.unit.head, self.part, row - self.unit.first_row)
+
     @cute.jit
     def _store_rounded(self, row: Int32, col: Int32, values: list):
         mOut = self.unit.ops.mOut
-        address = self.unit.query_address(mOut, row) + Int64(col * 2)
-        store_rounded(mOut.element_type, address, values)
+        store_rounded(mOut.element_type, self.unit.query_address(mOut, row) + Int64(col * 2), values)
 
     @cute.jit
     def store_lse(self, row: Int32, lse: Float32):
         if cutlass.const_expr(self.traits.splits):
-            if self.splits > 1:
-                gmem_run(Float32, self.partials.lse_address(self.unit, row, self.split), 1)[0] = lse
+            if self.part != WHOLE:
+                gmem_run(Float32, self.partials.lse_address(self._index(row)), 1)[0] = lse
             else:
-                self._store_final_lse(row, lse)
+                store_lse(self.unit, row, lse)
         else:
-            self._store_final_lse(row, lse)
+            store_lse(self.unit, row, lse)
 
-    @cute.jit
-    def _store_final_lse(self, row: Int32, lse: Float32):
-        if cutlass.const_expr(self.traits.problem.has_lse):
-            self.unit.ops.mLse[self.unit.lse_index(row)] = lse
+
+def store_lse(unit: Unit, row, lse) -> None:
+    """Store the log-sum-exp of a packed row, where it is wanted."""
+    if unit.traits.problem.has_lse:
+        unit.ops.mLse[unit.lse_index(row)] = lse
 
 
 class Partials(TraceConstant):
-    """The workspace: fp32 results (request and KV head, split, row, column), after them their log-sum-exps."""
+    """The workspace: two parts for each CTA, fp32 rows of results, after them their log-sum-exps."""
 
-    def __init__(self, traits: Traits, mWorkspace, counts, splits):
-        self.v_dim, self.splits = traits.problem.v_dim, splits
-        self.rows = counts.tokens * counts.group
-        self.kv_heads = counts.kv_heads
-        self.base = mWorkspace.iterator.toint()
-        heads = counts.requests * counts.kv_heads
-        self.lse_base = self.base + Int64(heads) * Int64(splits * self.rows) * (self.v_dim * 4)
+    def __init__(self, counts: Counts, teams):
+        tile_m, self.v_dim = counts.traits.tile.tile_m, counts.traits.problem.v_dim
+        self.tile_m, self.kv_heads = tile_m, counts.kv_heads
+        self.base = counts.ops.mWorkspace.iterator.toint()
+        self.lse_base = self.base + Int64(teams * counts.kv_heads) * (PARTS * tile_m * self.v_dim * 4)
 
-    def _index(self, batch, head, row, split):
-        return (Int64(batch * self.kv_heads + head) * Int64(self.splits) + Int64(split)) * Int64(self.rows) + Int64(row)
+    def index(self, team, head, part, row):
+        """Of a row of a tile in one part of a CTA."""
+        return Int64((team * self.kv_heads + head) * PARTS + part) * self.tile_m + Int64(row)
 
-    def row_address(self, unit: Unit, row, split):
-        return self.base + self._index(unit.batch, unit.head, row, split) * (self.v_dim * 4)
+    def row_address(self, index):
+        return self.base + index * (self.v_dim * 4)
 
-    def lse_address(self, unit: Unit, row, split):
-        return self.lse_base + self._index(unit.batch, unit.head, row, split) * 4
+    def lse_address(self, index):
+        return self.lse_base + index * 4
 
 
 class GroupJoin(TraceConstant):

@@ -25,6 +25,7 @@ class Counts(TraceConstant):
     """Sizes that shapes give: requests, heads, and the units of work of a grid."""
 
     def __init__(self, traits: Traits, ops: Operands):
+        self.traits, self.ops = traits, ops
         queries, q_shape, k_shape = traits.problem.queries, ops.mQ.shape, ops.mK.shape
         self.kv_heads = k_shape[len(k_shape) - 2]
         self.group = q_shape[len(q_shape) - 2] // self.kv_heads
@@ -41,8 +42,9 @@ class Counts(TraceConstant):
             self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
             self.units = self.requests * self.kv_heads * self.row_tiles
 
-    def longest_keys(self, problem, ops: Operands):
+    def most_keys(self):
         """Keys that a request can have, by shape."""
+        problem, ops = self.traits.problem, self.ops
         if problem.keys == "packed":
             return ops.mK.shape[0]
         if not problem.is_paged:
@@ -51,84 +53,58 @@ class Counts(TraceConstant):
         most = Int64(ops.mTable.shape[1]) * Int64(page_size)
         return Int32(select(most > Int64(2**31 - 1), Int64(2**31 - 1), most))
 
+    @cute.jit
+    def keys_of(self, batch: Int32):
+        """(first key in packed keys, number of keys) of a request: never more than the operands hold."""
+        problem, ops = self.traits.problem, self.ops
+        first = Int32(0)
+        length = self.most_keys()
+        if cutlass.const_expr(problem.keys == "packed"):
+            first, length = _span(ops.mCuK, batch, length)
+        if cutlass.const_expr(problem.lengths == "seqlens"):
+            length = cutlass.min(ops.mLengths[batch], length)
+        elif cutlass.const_expr(problem.lengths == "indptr"):
+            begin, end = ops.mLengths[batch], ops.mLengths[batch + 1]
+            length = select((begin >= 0) & (end >= begin), cutlass.min(end - begin, length), Int32(0))
+        if cutlass.const_expr(problem.has_rows):
+            row = ops.mRows[batch]
+            length = select((row >= 0) & (row < ops.mTable.shape[0]), length, Int32(0))
+        return first, cutlass.max(length, 0)
+
 
 class Unit(TraceConstant):
     """One KV head of one request, and the row tile of it that a CTA works on.
 
-    Attributes:
+    Args:
         batch, head: request and KV head.
+        row_tile: tile of the request's packed rows.
+        first_token, q_len: of the request in packed queries.
+
+    Attributes:
         first_row, num_rows: where the tile starts among the request's packed rows, and how many rows there are in all.
-        first_token: of the request in packed queries, else 0.
-        q_len, k_len: tokens and keys of the request.
+        k_len: keys of the request.
     """
 
-    def __init__(self, traits: Traits, ops: Operands, counts: Counts, index, lane):
-        self.traits, self.ops, self.counts = traits, ops, counts
-        self.group = counts.group
-        if traits.problem.queries == "packed":
-            # long requests reach further back: the last tiles of the last request start first
-            slot = counts.slots - 1 - index // counts.kv_heads
-            self.head = index % counts.kv_heads
-            self.batch, self.first_token, self.q_len, tile = self._find_request(slot, lane)
-        else:
-            # tiles that see most keys start first, those of one KV head share what L2 holds
-            heads = counts.requests * counts.kv_heads
-            tile = counts.row_tiles - 1 - index // heads
-            self.batch, self.head = index % heads // counts.kv_heads, index % heads % counts.kv_heads
-            self.first_token, self.q_len = Int32(0), counts.tokens
-        self.first_row = tile * traits.tile.tile_m
+    def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None):
+        self.traits, self.ops, self.counts, self.group = counts.traits, counts.ops, counts, counts.group
+        self.batch, self.head = batch, head
+        self.first_token = Int32(0) if first_token is None else first_token
+        self.q_len = counts.tokens if q_len is None else q_len
+        self.first_row = row_tile * self.traits.tile.tile_m
         self.num_rows = self.q_len * self.group
-        self.first_key, self.k_len = self._keys()
+        self.first_key, self.k_len = counts.keys_of(batch)
 
-    @cute.jit
-    def _find_request(self, slot: Int32, lane: Int32):
-        """(request, its first token, its tokens, row tile) of a slot; no tokens where the table makes no sense. All lanes together."""
-        table, requests, tokens = self.ops.mCuQ, self.counts.requests, self.counts.tokens
-        low, high = Int32(0), requests
-        # the last request whose first slot is at most `slot` is in [low, high)
-        while high - low > 1:
-            step = (high - low + (WARP - 1)) // WARP
-            probe = low + lane * step
-            hit = False
-            if probe < high:
-                hit = self._first_slot(table[probe], probe) <= slot
-            passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(hit)), 1)
-            low = low + (passed - 1) * step
-            high = cutlass.min(low + step, high)
-        first, after = table[low], table[low + 1]
-        first_tile = slot - self._first_slot(first, low)
-        q_len = cutlass.min(after, tokens) - first
-        if first < 0 or q_len < 0 or after < first or first_tile < 0:
-            q_len = Int32(0)
-        return low, first, q_len, first_tile
-
-    def _first_slot(self, first_token, request):
-        return Int32(Int64(first_token) * Int64(self.group) // self.traits.tile.tile_m) + request
-
-    @cute.jit
-    def _keys(self):
-        """(first key in packed keys, number of keys): never more than the operands hold."""
-        problem, ops = self.traits.problem, self.ops
-        first = Int32(0)
-        most = self.counts.longest_keys(problem, ops)
-        length = most
-        if cutlass.const_expr(problem.keys == "packed"):
-            first, length = self._span(ops.mCuK, most)
-        if cutlass.const_expr(problem.lengths == "seqlens"):
-            length = cutlass.min(ops.mLengths[self.batch], length)
-        elif cutlass.const_expr(problem.lengths == "indptr"):
-            begin, end = ops.mLengths[self.batch], ops.mLengths[self.batch + 1]
-            length = select((begin >= 0) & (end >= begin), cutlass.min(end - begin, length), Int32(0))
-        if cutlass.const_expr(problem.is_paged):
-            row = self.table_row()
-            length = select((row >= 0) & (row < ops.mTable.shape[0]), length, Int32(0))
-        return first, cutlass.max(length, 0)
-
-    def _span(self, table, most):
-        """(first, length) of the request in a table of offsets, within [0, most)."""
-        begin, end = table[self.batch], cutlass.min(table[self.batch + 1], most)
-        valid = (begin >= 0) & (end >= begin)
-        return select(valid, begin, Int32(0)), select(valid, end - begin, Int32(0))
+    @classmethod
+    def of_block(cls, counts: Counts, index, lane):
+        """The unit of a block of a grid with one for each unit."""
+        if counts.traits.problem.queries == "packed":
+            # the last tiles of a request see most keys, so they start first
+            slot, head = counts.slots - 1 - index // counts.kv_heads, index % counts.kv_heads
+            batch, first_token, q_len, row_tile = find_request(counts, slot, lane)
+            return cls(counts, batch, head, row_tile, first_token, q_len)
+        heads = counts.requests * counts.kv_heads
+        row_tile, place = counts.row_tiles - 1 - index // heads, index % heads
+        return cls(counts, place // counts.kv_heads, place % counts.kv_heads, row_tile)
 
     def table_row(self):
         return self.ops.mRows[self.batch] if self.traits.problem.has_rows else self.batch
@@ -175,6 +151,45 @@ class Unit(TraceConstant):
         if self.traits.problem.queries == "packed":
             return head, self.first_token + token
         return self.batch, head, token
+
+
+@cute.jit
+def find_request(counts: Counts, slot: Int32, lane: Int32):
+    """(request, its first token, its tokens, row tile) of a slot of packed queries; no tokens where the table makes no sense.
+
+    All lanes of the warp together: each round looks at 32 offsets.
+    """
+    table = counts.ops.mCuQ
+    low = Int32(0)
+    high = counts.requests
+    # the last request whose first slot is at most `slot` is in [low, high)
+    while high - low > 1:
+        step = (high - low + (WARP - 1)) // WARP
+        probe = low + lane * step
+        hit = False
+        if probe < high:
+            hit = _first_slot(counts, table[probe], probe) <= slot
+        passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(hit)), 1)
+        low = low + (passed - 1) * step
+        high = cutlass.min(low + step, high)
+    first = table[low]
+    after = cutlass.min(table[low + 1], counts.tokens)
+    row_tile = slot - _first_slot(counts, first, low)
+    q_len = after - first
+    if first < 0 or after < first or row_tile < 0:
+        q_len = Int32(0)
+    return low, first, q_len, cutlass.max(row_tile, 0)
+
+
+def _first_slot(counts: Counts, first_token, request):
+    return Int32(Int64(first_token) * Int64(counts.group) // counts.traits.tile.tile_m) + request
+
+
+def _span(table, batch, most):
+    """(first, length) of a request in a table of offsets, within [0, most)."""
+    begin, end = table[batch], cutlass.min(table[batch + 1], most)
+    valid = (begin >= 0) & (end >= begin)
+    return select(valid, begin, Int32(0)), select(valid, end - begin, Int32(0))
 
 
 def row_address(m: cute.Tensor, index: tuple):

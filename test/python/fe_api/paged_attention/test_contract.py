@@ -263,7 +263,7 @@ def test_num_splits_is_refused_by_name(num_splits, device):
         paged.call_wrapper(call.x, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, "auto"], ids=str)
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_softmax_scale_that_is_no_finite_number_is_refused_by_name(kind, scale, device):
     call = Call(kind, device)
@@ -378,7 +378,7 @@ def test_checked_launch_names_the_same_argument(kind, device, monkeypatch):
 @all_kinds
 def test_missing_and_unknown_operands(kind, device):
     call = Call(kind, device)
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ContractError), match="kv_lens"):
         call.execute(kv_lens=call.given["q"])
     given = {name: t for name, t in call.given.items() if name != "page_table"}
     with pytest.raises((TypeError, ContractError), match="page_table"):

@@ -17,27 +17,23 @@ scales = st.sampled_from([None, None, 0.0, -0.2, 0.7])
 
 
 @st.composite
-def batches(draw, queries):
-    """`queries`: strategy of L, or of the query tokens of one request."""
+def batches(draw, is_packed=False):
+    """Batches of any lengths; with packed queries each request has tokens of its own, otherwise all have L."""
     lengths = draw(st.lists(st.integers(0, 300) | st.sampled_from((0, 1, 64, 128, 129, 1025)), min_size=1, max_size=5))
     page_size = draw(st.sampled_from(paged.PAGE_SIZES))
     rows = draw(st.none() | st.tuples(*[st.integers(0, 6)] * len(lengths)))
     places = [place for place in paged.PLACES if page_size == 1 or place != "flat"]
-    count = draw(queries) if queries is not PREFILL else tuple(draw(queries) for _ in lengths)
+    tokens = st.tuples(*[st.integers(0, 150)] * len(lengths)) if is_packed else st.sampled_from((0, 1, 2, 3, 8, 16))
     return Batch(
         tuple(lengths),
         page_size,
-        count,
+        draw(tokens),
         kv_heads=draw(st.integers(1, 4)),
         rows=rows,
         by_indptr=draw(st.booleans()),
         place=draw(st.sampled_from(places)),
         spare_columns=draw(st.integers(0, 3)),
     )
-
-
-DECODE = st.sampled_from((0, 1, 2, 3, 8, 16))
-PREFILL = st.integers(0, 150)
 
 
 @st.composite
@@ -58,7 +54,7 @@ def build(config, batch, mask, scale, device, seed):
 @limits
 @given(data=st.data())
 def test_decode(data, device):
-    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches(DECODE))
+    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches())
     seed = data.draw(st.integers(0, 9))
     x = build(config, batch, data.draw(masks()), data.draw(scales), device, seed)
     paged.check(paged.run(x, num_splits=data.draw(st.sampled_from((None, 1, 2, 7)))), x)
@@ -67,7 +63,7 @@ def test_decode(data, device):
 @limits
 @given(data=st.data())
 def test_append(data, device):
-    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches(DECODE))
+    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches())
     if batch.rows is not None:  # two requests of one row would store in one slot
         batch = batch._replace(rows=tuple(range(len(batch.rows)))[::-1])
     x = paged.appending(paged.draw(config, batch, device, data.draw(st.integers(0, 9))))
@@ -77,7 +73,7 @@ def test_append(data, device):
 @limits
 @given(data=st.data())
 def test_prefill(data, device):
-    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches(PREFILL))
+    config, batch = data.draw(st.sampled_from(CONFIGS)), data.draw(batches(is_packed=True))
     x = build(config, batch, data.draw(masks()), data.draw(scales), device, data.draw(st.integers(0, 9)))
     paged.check(paged.run(x), x)
 

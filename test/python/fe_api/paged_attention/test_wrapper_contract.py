@@ -111,16 +111,13 @@ def test_wrapper_refuses_operands_that_require_grad_by_name(name, device):
         paged.check(paged.call_wrapper(learned), x)
 
 
-def test_thin_functions_never_fall_back(device):
-    """They mean "run this kernel": on a CPU they refuse, as a RuntimeError or by the operand's name."""
-    x = small("decode", device)
-    cpu = [t.cpu() for t in (*x.positional, x.seqlens_k)]
-    with pytest.raises((RuntimeError, ContractError), match="(?i)cpu|cuda"):
-        attn_paged_decode(*cpu)
-    y = small("prefill", device)
-    cpu = [t.cpu() for t in (*y.positional, y.seqlens_k)]
-    with pytest.raises((RuntimeError, ContractError), match="(?i)cpu|cuda"):
-        attn_paged_prefill(*cpu)
+@pytest.mark.parametrize("queries", [0, paged.PREFILL_QUERIES], ids=["decode", "prefill"])
+def test_thin_functions_never_fall_back(queries, device):
+    """They mean "run this kernel": operands on a CPU are refused, the first by name."""
+    x = paged.draw(paged.MAIN, paged.edges(16, queries), device)
+    function = attn_paged_prefill if queries else attn_paged_decode
+    with pytest.raises(ContractError, match="(?i)^q.*cuda.*cpu"):
+        function(*(t.cpu() for t in (*x.positional, x.seqlens_k)))
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

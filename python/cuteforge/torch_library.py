@@ -74,7 +74,25 @@ def register_inplace_op(schema: str, *, functional: str, cuda: Callable, cpu: Ca
         _define(schema, cuda, cpu, lambda *_: None)
         op, num_written = _op(name), schema.count("!)")
         _library.impl(name, _inplace_autograd_kernel(op, _op(functional), num_written), "Autograd")
-        _library.impl(name, _version_kernel(op, num_written), "ADInplaceOrView")
+        _library.impl(name, _version_kernel(op), "ADInplaceOrView")
+
+
+def register_updating_op(schema: str, *, cuda: Callable, cpu: Callable, fake: Callable) -> None:
+    """Register ``cuteforge::<schema>``, which writes some of its arguments and returns tensors of its own.
+
+    As `register_op`. It has no derivative, and what it writes would leave the graph: in grad mode, tensors that require grad are refused
+    by name.
+
+    Args:
+        schema: the arguments to write as ``Tensor(a!)``, ``Tensor(b!)``, wherever they stand.
+        cuda, cpu: write the arguments and return the results.
+    """
+    name = schema.partition("(")[0]
+    if not hasattr(torch.ops.cuteforge, name):
+        _define(schema, cuda, cpu, fake)
+        op = _op(name)
+        _library.impl(name, _updating_autograd_kernel(op), "Autograd")
+        _library.impl(name, _version_kernel(op), "ADInplaceOrView")
 
 
 def needs_op(*tensors: Any) -> bool:
@@ -199,12 +217,7 @@ def _autograd_kernel(op: Any, save: Callable | None, backward: Callable | None, 
     def kernel(*inputs: Any) -> Any:
         _refuse_transforms(op)
         if _grad_enabled():
-            for i, name in fixed:
-                if getattr(inputs[i], "requires_grad", False):
-                    raise ContractError(
-                        f"{name}: wanted a tensor that does not require grad, got requires_grad=True; "
-                        f"{op.name()} has no gradient for it"
-                    )
+            _refuse_leaves(op, fixed, inputs, "has no gradient for it")
         if _grad_enabled() or forward_ad._current_level >= 0:
             return node.apply(*inputs)
         with _BelowAutograd():
@@ -251,13 +264,43 @@ def _inplace_autograd_kernel(op: Any, functional: Any, num_written: int) -> Call
     return kernel
 
 
-def _version_kernel(op: Any, num_written: int) -> Callable:
-    """Count a write, also without grad mode: a graph that saved the tensor before then refuses to use it."""
+def _updating_autograd_kernel(op: Any) -> Callable:
+    """What an op that writes arguments and has no derivative does for autograd; see `register_updating_op`."""
+    arguments = [(i, argument.name) for i, argument in enumerate(op._schema.arguments)]
 
-    def kernel(*inputs: Any) -> None:
-        increment_version(inputs[:num_written])
+    def kernel(*inputs: Any) -> Any:
+        _refuse_transforms(op)
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+            _refuse(op.name(), "has no forward-mode derivative")
+        if _grad_enabled():
+            _refuse_leaves(op, arguments, inputs, "has no derivative: call it under torch.no_grad()")
+        with _BelowAutograd():
+            return op(*inputs)
+
+    return kernel
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, _Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _refuse_leaves(op: Any, named: Iterable[tuple[int, str]], inputs: tuple, why: str) -> None:
+    """Refuse those of the numbered, named arguments that require grad."""
+    for i, name in named:
+        if getattr(inputs[i], "requires_grad", False):
+            wanted = "wanted a tensor that does not require grad, got requires_grad=True"
+            raise ContractError(f"{name}: {wanted}; {op.name()} {why}")
+
+
+def _version_kernel(op: Any) -> Callable:
+    """Count a write, also without grad mode: a graph that saved the tensor before then refuses to use it."""
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+    def kernel(*inputs: Any) -> Any:
+        increment_version([inputs[i] for i in written])
         with _BelowVersions():
-            op(*inputs)
+            return op(*inputs)
 
     return kernel
 

@@ -1,6 +1,8 @@
 """Attention over dense, packed and paged keys and values."""
 
+from cuteforge.attention import torch_ops as _torch_ops  # noqa: F401  # registers the ops
 from cuteforge.attention.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
+from cuteforge.attention.merge_api import MergeState, merge_state
 from cuteforge.attention.wrapper import (
     attn_decode,
     attn_paged_decode,
@@ -15,6 +17,7 @@ from cuteforge.attention.wrapper import (
 __all__ = [
     "GQADecode",
     "GQAPrefill",
+    "MergeState",
     "PagedGQADecode",
     "PagedGQAPrefill",
     "attn_decode",
@@ -23,6 +26,7 @@ __all__ = [
     "attn_prefill",
     "gqa_decode_wrapper",
     "gqa_prefill_wrapper",
+    "merge_state",
     "paged_gqa_decode_wrapper",
     "paged_gqa_prefill_wrapper",
 ]

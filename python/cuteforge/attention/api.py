@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ _ENTRY = (
 _QUERIES = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
 _KEYS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
 _MASKS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
+_MASK_SHAPES = "2, 3 or 4 dims, (B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 
 
 @functools.cache
@@ -54,11 +56,11 @@ def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]
         "new_v": "B Hkv Dv",
         "workspace": "W",
     }
-    return Signature(*(_operand(name, dims[name]) for name in names))
+    written = {"out", "lse", "workspace"} | ({"k_cache", "v_cache"} if "new_k" in names else set())
+    return Signature(*(_operand(name, dims[name], "out" if name in written else "in") for name in names))
 
 
-def _operand(name: str, dims: str) -> Operand:
-    role = "out" if name in ("out", "lse", "workspace") else "in"
+def _operand(name: str, dims: str, role: str) -> Operand:
     if name == "lse":
         return Operand(name, dims, ("float32",), align_bytes=4, role=role)
     if name == "mask":
@@ -80,9 +82,11 @@ class _Attention(APIBase):
         given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
         ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
         self.causal = bool(causal)
-        self.softmax_scale = _scale(softmax_scale)
+        self.softmax_scale = checked_scale(softmax_scale)
         self._optional = tuple(name for name in given if name not in self._REQUIRED)
         self._check_presence(given)
+        if "mask" in ranks and ranks["mask"] not in _MASKS:
+            raise ContractError(f"mask: wanted {_MASK_SHAPES}, got {ranks['mask']} dims")
         self._queries, self._keys = self._layouts(ranks, given)
         if self._splits:
             given["workspace"] = TensorSpec((0,), "uint8")
@@ -177,7 +181,7 @@ class _Attention(APIBase):
         return self._bind(tensors, stream, (self._scale_of(tensors[0], softmax_scale),))
 
     def _scale_of(self, q: Any, softmax_scale: float | None) -> float:
-        scale = self.softmax_scale if softmax_scale is None else _scale(softmax_scale)
+        scale = self.softmax_scale if softmax_scale is None else checked_scale(softmax_scale)
         return self.dims["D"] ** -0.5 if scale is None else scale
 
     def _gather(self, operands: tuple, named: dict[str, Any], workspace: Any) -> tuple:
@@ -437,8 +441,13 @@ def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
     return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
 
 
-def _scale(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
+def checked_scale(value: float | None) -> float | None:
+    """`value` as a float, or None.
+
+    Raises:
+        ContractError: no finite number; a tensor is none.
+    """
+    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
         raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
     return None if value is None else float(value)
 

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cuteforge.attention.config import WARP, Traits
 from cuteforge.attention.result import Partials, reciprocal_or_zero, store_lse, store_rounded
 from cuteforge.attention.shares import BEGUN, CONTINUED, Shares
-from cuteforge.attention.work import Counts, Operands, Unit
+from cuteforge.attention.work import Counts, Operands, Unit, divisor
 from cuteforge.device.copy import gmem_run
 from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, select
 from cuteforge.device.traced import TraceConstant, named_kernel
@@ -19,62 +19,43 @@ COLS = 4  # columns a lane and round
 
 @named_kernel("attention_combine")
 class Combine:
-    """A CTA for each row of the unit, if any, that crosses the start of a team's share and no earlier one."""
+    """A CTA for each row of the units that teams may share; see `Shares.crossing`."""
 
     def __init__(self, traits: Traits):
         self.traits = traits
 
     @cute.jit
-    def launch(self, tensors: tuple, counts: Counts, teams: Int32, pieces: Int32, stream: cuda.CUstream):
+    def launch(self, tensors: tuple, by: tuple, plan: tuple, counts: Counts, stream: cuda.CUstream):
+        teams, pieces, _ = plan
         rows = cutlass.min(counts.tokens * counts.group, self.traits.tile.tile_m)
-        self.kernel(*tensors, teams, pieces, rows).launch(
-            grid=(teams * counts.kv_heads * rows, 1, 1),
+        places = counts.requests * counts.row_tiles
+        if pieces == 0:
+            places = cutlass.min(places, teams)
+        self.kernel(tensors, (*by, divisor(rows)), plan).launch(
+            grid=(places * counts.kv_heads * rows, 1, 1),
             block=(WARP * NUM_WARPS, 1, 1),
             stream=stream,
             use_pdl=self.traits.dependent_launch,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuK: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mRows: cute.Tensor | None,
-        mNewK: cute.Tensor | None,
-        mNewV: cute.Tensor | None,
-        mWorkspace: cute.Tensor | None,
-        teams: Int32,
-        pieces: Int32,
-        rows: Int32,
-    ):
+    def kernel(self, tensors: tuple, by: tuple, plan: tuple):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         lane, warp = tidx % WARP, tidx // WARP
-        ops = Operands(
-            mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace
-        )  # fmt: skip
-        counts = Counts(self.traits, ops)
-        row, place = bidx % rows, bidx // rows
-        head, team = place % counts.kv_heads, place // counts.kv_heads
-        shares = Shares(counts, teams, pieces, lane)
-        batch, row_tile, last = shares.unit_first_crossed(team)
+        counts = Counts(self.traits, Operands(*tensors), by[:-1])
+        index, row = divmod(bidx, by[-1])
+        place, head = divmod(index, counts.by_heads)
+        batch, row_tile, first, last = Shares(counts, plan, lane).crossing(place)
         smem = cutlass.memory.SmemAllocator()
         sParts = smem.allocate_tensor(Float32, cute.make_layout((COLS + 2, WARP, NUM_WARPS)))
+        unit = Unit(counts, batch, head, row_tile)
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_wait()
-        unit = Unit(counts, batch, head, row_tile)
-        if last >= team and unit.first_row + row < unit.num_rows:
-            parts = Parts(counts, teams, unit, team - 1, last)
-            for first in cutlass.range_constexpr(0, self.traits.problem.v_dim, WARP * COLS):
-                self._join(parts, sParts, row, first + lane * COLS, lane, warp)
+        if last > first and unit.first_row + row < unit.num_rows:
+            parts = Parts(counts, plan[0], unit, first, last)
+            for start in cutlass.range_constexpr(0, self.traits.problem.v_dim, WARP * COLS):
+                self._join(parts, sParts, row, start + lane * COLS, lane, warp)
 
     @cute.jit
     def _join(self, parts, sParts: cute.Tensor, row: Int32, col: Int32, lane: Int32, warp: Int32):

@@ -21,6 +21,10 @@ CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
 SMEM_ALIGNMENT = 128
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
+MAX_QUERY_STEPS = 8
+CLUSTER = 8  # the largest size that every GPU with clusters takes
+# With more turns than this a CTA, all SMs are wanted, not the CLUSTER of each unit.
+MAX_CLUSTER_TURNS = 32
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Traits:
     tile: Tile
     splits: bool = False
     dependent_launch: bool = False  # sm_90 and up: a kernel may start before the one it waits for has ended
+    cluster: int = 0  # sm_90 and up: CTAs that share a unit and join their parts through each other's shared memory
 
     @property
     def ring(self) -> RingShape:
@@ -123,9 +128,32 @@ class Traits:
         return tile.key_warps * tile.tile_m * (self.join_pitch + 3) * 4 if tile.key_warps > 1 else 0
 
     @property
+    def queries_in_smem(self) -> bool:
+        """Whether the query rows of a warp, `4 * m_blocks * k_steps` registers, are too many to be held in registers.
+
+        Where there is one block they are held whatever the head dim: reading them again cost 20 % at D = 256 (H200, prefill).
+        """
+        return self.tile.m_blocks > 1 and self.tile.m_blocks * self.k_steps > MAX_QUERY_STEPS
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory for the query rows, a copy for each group; after the rings."""
+        return self.tile.key_warps * self.tile.tile_m * self.ring.k_pitch_bytes if self.queries_in_smem else 0
+
+    @property
+    def streams_bytes(self) -> int:
+        """Shared memory for the rings, used again where the results meet."""
+        return max(self.tile.key_warps * self.ring.bytes, self.join_bytes)
+
+    @property
+    def part_bytes(self) -> int:
+        """Shared memory for a CTA's part of a unit that a cluster shares, after the query rows: rows and their log-sum-exps."""
+        return self.tile.tile_m * (self.join_pitch + 1) * 4 if self.cluster else 0
+
+    @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA; the rings' is used again where the results meet."""
-        return max(self.tile.key_warps * self.ring.bytes, self.join_bytes) + SMEM_ALIGNMENT
+        """Shared memory of a CTA."""
+        return self.streams_bytes + self.query_bytes + self.part_bytes + SMEM_ALIGNMENT
 
     @property
     def keeps_sums(self) -> bool:
@@ -177,7 +205,8 @@ def select_prefill(problem: Problem, arch: Arch) -> Traits:
 def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> Traits:
     refusals = []
     for candidate in _relaxed(tile):
-        traits = Traits(problem, candidate, splits, splits and arch.major >= 9)
+        is_new = splits and arch.major >= 9
+        traits = Traits(problem, candidate, splits, is_new, CLUSTER if is_new else 0)
         refusal = why_not(traits, arch)
         if refusal is None:
             return traits
@@ -190,17 +219,18 @@ def _widest(problem: Problem) -> int:
 
 
 def _decode_tile(problem: Problem, rows: int) -> Tile:
-    """A warp holds 16 rows of results in `v_dim / 2` registers for each row block."""
-    wide = _widest(problem) > 128
-    blocks = min(-(-rows // ROW_BLOCK), 4)
-    m_blocks = 1 if wide or blocks == 1 else 2
-    row_warps = 1 if blocks <= m_blocks else 2
-    return Tile(m_blocks, row_warps, 4, 16, 3, 1 if wide else 2)
+    """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps."""
+    blocks = -(-rows // ROW_BLOCK)
+    if blocks == 1:
+        return Tile(1, 1, 4, 16, 3, 1 if _widest(problem) > 128 else 2)
+    return Tile(1, 2, 4, 16, 3, 1) if blocks == 2 else Tile(1, 4, 2, 16, 3, 1)
 
 
 def _prefill_tile(problem: Problem) -> Tile:
-    wide = _widest(problem) > 128
-    return Tile(1, 4 if wide else 8, 1, 32 if wide else 64, 2, 1)
+    widest = _widest(problem)
+    if widest > 128:
+        return Tile(1, 4, 1, 32, 2, 1)
+    return Tile(2, 4, 1, 64 if widest <= 64 and not problem.mask_rank else 32, 2, 2)
 
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:

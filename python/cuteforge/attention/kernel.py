@@ -8,26 +8,36 @@ memory, CTAs that share the keys of a unit in a workspace (combine.py).
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
+from cuteforge.attention.cluster import ClusterPart
 from cuteforge.attention.combine import Combine
-from cuteforge.attention.config import MAX_WAVES, ROW_BLOCK, SMEM_ALIGNMENT, WARP, Traits, cta_workspace_bytes
+from cuteforge.attention.config import (
+    MAX_CLUSTER_TURNS,
+    MAX_WAVES,
+    ROW_BLOCK,
+    SMEM_ALIGNMENT,
+    WARP,
+    Traits,
+    cta_workspace_bytes,
+)
 from cuteforge.attention.fake_operands import operands
 from cuteforge.attention.mask import ScoreMask
+from cuteforge.attention.queries import load_queries
 from cuteforge.attention.result import GroupJoin, Results
-from cuteforge.attention.shares import BEGUN, CONTINUED, WHOLE, Shares
+from cuteforge.attention.shares import BEGUN, CONTINUED, WHOLE, Shares, is_uniform, make_plan, turns_of_keys
 from cuteforge.attention.work import Counts, Operands, Unit
-from cuteforge.device.copy import gmem_run
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.kv_ring import KVRing
 from cuteforge.device.math import LOG2_E, select
-from cuteforge.device.mma_sm80 import OperandLanes, in_register, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
+from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
 from cuteforge.device.softmax import HALVES, OnlineSoftmax
 from cuteforge.device.traced import named_kernel
 from cuteforge.runtime.compile_cache import Build
 
 
+@named_kernel("attention_cluster", "cluster_kernel")
 @named_kernel("attention")
 class Attention:
     """The kernel for one `Traits`; calling it launches."""
@@ -62,15 +72,56 @@ class Attention:
         tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
         counts = Counts(self.traits, Operands(*tensors))
         if counts.units > 0:
+            by = counts.divisors()
             if cutlass.const_expr(self.traits.splits):
-                teams, pieces = self._plan(counts, most_splits, max_ctas)
-                self._launch(tensors, teams * counts.kv_heads, scale, teams, pieces, stream)
-                Combine(self.traits).launch(tensors, counts, teams, pieces, stream)
+                if cutlass.const_expr(self.traits.cluster > 0):
+                    if most_splits == 0 and self._is_for_clusters(counts, max_ctas):
+                        self._launch_clusters(tensors, by, scale, counts, stream)
+                    else:
+                        self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
+                else:
+                    self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
             else:
-                self._launch(tensors, counts.units, scale, Int32(0), Int32(0), stream)
+                self._launch(tensors, by, None, scale, counts.units, stream)
 
-    def _launch(self, tensors: tuple, num_ctas, scale, teams, pieces, stream) -> None:
-        self.kernel(*tensors, scale, teams, pieces).launch(
+    @cute.jit
+    def _is_for_clusters(self, counts: Counts, max_ctas: Int32):
+        """Whether a cluster for each unit fits the GPU once, with little to do for each CTA. Requests of unlike lengths are better shared."""
+        cluster, turns = self.traits.cluster, turns_of_keys(self.traits, counts.most_keys())
+        few = (counts.units * cluster <= max_ctas) & (turns <= cluster * MAX_CLUSTER_TURNS)
+        if cutlass.const_expr(not is_uniform(self.traits)):
+            few = few & (counts.requests == 1)
+        return few
+
+    @cute.jit
+    def _launch_clusters(self, tensors: tuple, by: tuple, scale: Float32, counts: Counts, stream: cuda.CUstream):
+        cluster = self.traits.cluster
+        self.cluster_kernel(tensors, by, scale).launch(
+            grid=(counts.units * cluster, 1, 1),
+            block=(WARP * self.traits.tile.num_warps, 1, 1),
+            cluster=(cluster, 1, 1),
+            min_blocks_per_mp=self.traits.tile.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.jit
+    def _launch_shares(
+        self,
+        tensors: tuple,
+        by: tuple,
+        scale: Float32,
+        counts: Counts,
+        most_splits: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        plan = make_plan(counts, *self._plan(counts, most_splits, max_ctas))
+        self._launch(tensors, by, plan, scale, plan[0] * counts.kv_heads, stream)
+        Combine(self.traits).launch(tensors, by, plan, counts, stream)
+
+    def _launch(self, tensors: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
+        self.kernel(tensors, by, plan, scale).launch(
             grid=(num_ctas, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
             min_blocks_per_mp=self.traits.tile.ctas_per_sm,
@@ -81,7 +132,6 @@ class Attention:
     @cute.jit
     def _plan(self, counts: Counts, most_splits: Int32, max_ctas: Int32):
         """(teams, pieces) as `Shares` takes them: shares for one wave of CTAs, or for the number of waves that leaves least of the GPU idle."""
-        tile = self.traits.tile
         units = counts.requests * counts.row_tiles
         room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(self.traits)) // counts.kv_heads
         teams, pieces = Int32(1), Int32(0)
@@ -93,8 +143,7 @@ class Attention:
             if candidate > 0 and idle < least_idle:
                 teams = candidate
                 least_idle = idle
-        turn = tile.key_warps * tile.tile_n
-        most_turns = Int64(units) * Int64(cutlass.max((counts.most_keys() + turn - 1) // turn, 1))
+        most_turns = Int64(units) * Int64(turns_of_keys(self.traits, counts.most_keys()))
         teams = cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
         if most_splits > 0:
             pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
@@ -102,59 +151,55 @@ class Attention:
         return cutlass.max(teams, 1), pieces
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuK: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mRows: cute.Tensor | None,
-        mNewK: cute.Tensor | None,
-        mNewV: cute.Tensor | None,
-        mWorkspace: cute.Tensor | None,
-        scale: Float32,
-        teams: Int32,
-        pieces: Int32,
-    ):
+    def kernel(self, tensors: tuple, by: tuple, plan: tuple | None, scale: Float32):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        ops = Operands(
-            mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace
-        )  # fmt: skip
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        counts = Counts(self.traits, ops)
+        counts = Counts(self.traits, Operands(*tensors), by)
         smem = cutlass.memory.SmemAllocator()
         sAddress = smem.allocate(self.traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
         if cutlass.const_expr(self.traits.splits):
-            team, head = bidx // counts.kv_heads, bidx % counts.kv_heads
-            shares = Shares(counts, teams, pieces, lane)
-            self._attend_share(counts, shares, team, head, sAddress, scale, lane, warp)
+            team, head = divmod(bidx, counts.by_heads)
+            shares = Shares(counts, plan, lane)
+            self._attend_share(counts, shares, (plan[0], team), head, sAddress, scale, lane, warp)
         else:
             unit = Unit.of_block(counts, bidx, lane)
             self._attend(unit, Results(unit), Int32(0), Int32(1 << 24), sAddress, scale, lane, warp)
 
+    @cute.kernel
+    def cluster_kernel(self, tensors: tuple, by: tuple, scale: Float32):
+        """A cluster for each unit."""
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        traits = self.traits
+        lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
+        counts = Counts(traits, Operands(*tensors), by)
+        smem = cutlass.memory.SmemAllocator()
+        sAddress = smem.allocate(traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
+        rank, index = bidx % traits.cluster, bidx // traits.cluster
+        unit = Unit.of_block(counts, index, lane)
+        turns = turns_of_keys(traits, unit.k_len)
+        each = (turns + (traits.cluster - 1)) // traits.cluster
+        part = ClusterPart(unit, sAddress + (traits.streams_bytes + traits.query_bytes), rank)
+        self._attend(unit, part, rank * each, (rank + 1) * each, sAddress, scale, lane, warp)
+        part.join(tidx)
+
     @cute.jit
     def _attend_share(
-        self, counts, shares, team: Int32, head: Int32, sAddress: Int32, scale: Float32, lane: Int32, warp: Int32
+        self, counts, shares, cta: tuple, head: Int32, sAddress: Int32, scale: Float32, lane: Int32, warp: Int32
     ):
-        """Go through the units that the share of a team touches."""
-        batch, row_tile, turn, left, part = shares.first_segment(team)
+        """Go through the units that the share of a team touches; `cta` is (teams, team)."""
+        batch, row_tile, turn, left, part = shares.first_segment(cta[1])
         going = left > 0 or shares.pieces > 0
         while going:
             turns = shares.turns_of(batch)
             end = cutlass.min(turns, turn + left)
-            if shares.pieces == 0:
+            if shares.pieces <= 1:
                 part = select(turn > 0, Int32(CONTINUED), select(end < turns, Int32(BEGUN), Int32(WHOLE)))
             unit = Unit(counts, batch, head, row_tile)
-            self._attend(unit, Results(unit, (shares.teams, team), part), turn, end, sAddress, scale, lane, warp)
+            self._attend(unit, Results(unit, cta, part), turn, end, sAddress, scale, lane, warp)
             left = left - (end - turn)
             going = left > 0
             turn = Int32(0)
@@ -200,7 +245,10 @@ class Attention:
         rO.fill(0.0)
         rWeight.fill(0.0)
         first, count = self._tiles(unit, turn, end_turn, group)
-        self._stream(unit, ring, rows, softmax, rO, rWeight, first, count, group, scale, lane)
+        query_address = sAddress + self.traits.streams_bytes + warp * (ROW_BLOCK * tile.m_blocks * shape.k_pitch_bytes)
+        self._stream(
+            unit, ring, rows, first_row, query_address, softmax, rO, rWeight, first, count, group, scale, lane
+        )  # fmt: skip
         if cutlass.const_expr(tile.key_warps == 1):
             results.store_fragments(rows, softmax, rO, rWeight, lane)
         else:
@@ -223,34 +271,9 @@ class Attention:
         return first, cutlass.max(end - first + (tile.key_warps - 1), 0) // tile.key_warps
 
     @cute.jit
-    def _load_queries(self, unit: Unit, rows: list, scale: Float32, lane: Int32):
-        """The warp's query rows as left operands, by block and step; with the sign of the scale, 0 for a scale of 0."""
-        traits = self.traits
-        sign = select(scale < 0.0, Uint32(0x80008000), Uint32(0))
-        blocks = []
-        for block in cutlass.range_constexpr(traits.tile.m_blocks):
-            halves = []
-            for half in cutlass.range_constexpr(HALVES):
-                row = rows[block][half]
-                rQ = cute.make_rmem_tensor(2 * traits.k_steps, Uint32)
-                for chunk in cutlass.range_constexpr(2 * traits.k_steps):
-                    rQ[chunk] = in_register(0)
-                if row < unit.num_rows and scale != 0.0:
-                    address = unit.query_address(unit.ops.mQ, row) + Int64(lane % 4 * 4)
-                    for chunk in cutlass.range_constexpr(traits.problem.head_dim // 8):
-                        rQ[chunk] = gmem_run(Uint32, address + chunk * 16, 1)[0] ^ sign
-                halves.append(rQ)
-            blocks.append(
-                [
-                    (halves[0][2 * k], halves[1][2 * k], halves[0][2 * k + 1], halves[1][2 * k + 1])
-                    for k in range(traits.k_steps)
-                ]
-            )
-        return blocks
-
-    @cute.jit
     def _stream(
-        self, unit, ring, rows: list, softmax, rO, rWeight, begin: Int32, count: Int32, group: Int32, scale: Float32, lane: Int32
+        self, unit, ring, rows: list, first_row: Int32, query_address: Int32, softmax, rO, rWeight, begin: Int32, count: Int32,
+        group: Int32, scale: Float32, lane: Int32,
     ):  # fmt: skip
         """Go through the group's tiles, the copies `num_stages - 1` tiles ahead and the look-ups one tile further."""
         tile, num_stages = self.traits.tile, self.traits.tile.num_stages
@@ -262,7 +285,7 @@ class Attention:
             cute.arch.cp_async_commit_group()
             found = ring.lookup(begin + (ahead + 1) * step)
         # after the copies: their wait is not behind that of the queries
-        queries = self._load_queries(unit, rows, scale, lane)
+        queries = load_queries(unit, rows, first_row, scale, query_address, lane)
         mask = ScoreMask(unit, rows, lane)
         stage = Int32(0)
         for turn in cutlass.range(count, unroll=1):
@@ -300,18 +323,17 @@ class Attention:
 
     def _multiply_keys(self, address, queries, rS) -> None:
         """rS = queries @ keys^T."""
-        pitch = self.traits.ring.k_pitch_bytes
-        for pair in range(rS.shape[1] // 2):
-            sums = [[(Float32(0.0),) * 4] * 2 for _ in queries]
-            for k in range(self.traits.k_steps):
-                b = ldmatrix_x4(address + (pair * 16 * pitch + k * 32))
-                for block, steps in enumerate(queries):
-                    sums[block] = [
-                        mma_16x8x16(self.dtype, steps[k], b[2 * i : 2 * i + 2], sums[block][i]) for i in range(2)
-                    ]
-            for block, both in enumerate(sums):
-                for i, values in enumerate(both):
-                    _put(rS, block, 2 * pair + i, values)
+        pitch, zero = self.traits.ring.k_pitch_bytes, (Float32(0.0),) * 4
+        sums = {(block, n): zero for block in range(rS.shape[0]) for n in range(rS.shape[1])}
+        for step in range(self.traits.k_steps):
+            operands = queries.operands(step)
+            for pair in range(rS.shape[1] // 2):
+                b = ldmatrix_x4(address + (pair * 16 * pitch + step * 32))
+                for block, a in enumerate(operands):
+                    for i, n in enumerate((2 * pair, 2 * pair + 1)):
+                        sums[block, n] = mma_16x8x16(self.dtype, a, b[2 * i : 2 * i + 2], sums[block, n])
+        for (block, n), values in sums.items():
+            _put(rS, block, n, values)
 
     def _multiply_values(self, address, rS, rO, rWeight) -> None:
         """rO += weights @ values, rWeight += the rows' sums of the weights as rounded."""

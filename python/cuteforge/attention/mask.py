@@ -20,11 +20,9 @@ class ScoreMask(TraceConstant):
     def __init__(self, unit: Unit, rows: list, lane):
         self.traits, self.unit = unit.traits, unit
         self.first_col = lane % 4 * 2
-        self.limits = [[unit.key_limit(row) for row in halves] for halves in rows]
+        self.rows = rows
         # Tiles that end at or before this key need no limit.
         self.full_below = unit.key_limit(unit.first_row)
-        if self.traits.problem.mask_rank:
-            self.mask_rows = [[MaskRow(unit, row) for row in halves] for halves in rows]
 
     @cute.jit
     def apply(self, rS: cute.Tensor, tile: Int32):
@@ -39,13 +37,16 @@ class ScoreMask(TraceConstant):
     def _set(self, rS: cute.Tensor, first: Int32):
         for block in cutlass.range_constexpr(rS.shape[0]):
             for half in cutlass.range_constexpr(HALVES):
-                limit = self.limits[block][half] - (first + self.first_col)
+                # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room for.
+                row = self.rows[block][half]
+                limit = self.unit.key_limit(row) - (first + self.first_col)
+                mask_row = MaskRow(self.unit, row) if cutlass.const_expr(self.traits.problem.mask_rank > 0) else None
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         counts = n * 8 + e < limit
                         if cutlass.const_expr(self.traits.problem.mask_rank > 0):
                             col = first + self.first_col + (n * 8 + e)
-                            counts = self.mask_rows[block][half].keeps(col, counts)
+                            counts = mask_row.keeps(col, counts)
                         rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)
 
 

@@ -1,4 +1,4 @@
-"""How CTAs share the keys of all units when there are more CTAs than units, or lengths differ.
+"""How CTAs share the keys of all units, so that each has as much to read as any other, whatever the lengths.
 
 The keys of a request are counted in turns, the tiles that all groups of a CTA take at once. For each KV head the turns of all requests form one line,
 which is cut into equal shares, one for each team; a team has a CTA for each KV head, so that the heads, which lie next to each other in memory, are
@@ -9,10 +9,11 @@ Lengths are read on the device, so a captured graph stays right, and balanced, f
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 
-from cuteforge.attention.config import WARP
-from cuteforge.attention.work import Counts
+from cuteforge.attention.config import WARP, Traits
+from cuteforge.attention.work import Counts, divisor
+from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
 
 # Parts of a CTA: of a unit that began before, and of one that goes on.
@@ -20,110 +21,167 @@ CONTINUED, BEGUN = 0, 1
 WHOLE = -1
 
 
+def turn_keys(traits: Traits) -> int:
+    """Keys of a turn."""
+    return traits.tile.key_warps * traits.tile.tile_n
+
+
+def is_uniform(traits: Traits) -> bool:
+    """Whether all requests have as many keys as the shapes say."""
+    return traits.problem.lengths is None
+
+
+def turns_of_keys(traits: Traits, keys):
+    """Turns of one row tile; one for a request without keys, whose rows are written too."""
+    return cutlass.max((keys + (turn_keys(traits) - 1)) // turn_keys(traits), 1)
+
+
 class Shares(TraceConstant):
     """The line of turns of one KV head, and its shares.
 
     Args:
-        pieces: 0 cuts the whole line into `teams` equal shares; n > 0 cuts each unit into n, `teams` then being n times the units.
+        plan: (teams, pieces, divisor by the turns of a unit), made by the host. No pieces: the whole line is cut into at most `teams` shares of equal
+            length. n pieces: each unit is cut into n, `teams` being n times the units.
         lane: all lanes of a warp ask together.
     """
 
-    def __init__(self, counts: Counts, teams, pieces, lane):
-        self.counts, self.teams, self.pieces, self.lane = counts, teams, pieces, lane
-        self.turn = counts.traits.tile.key_warps * counts.traits.tile.tile_n
-        self.is_uniform = counts.traits.problem.lengths is None and not counts.traits.problem.has_rows
+    def __init__(self, counts: Counts, plan: tuple, lane):
+        self.counts, self.lane = counts, lane
+        teams, self.pieces, self.by_turns = plan
+        self.is_uniform = is_uniform(counts.traits)
         self.total = self._total()
+        # Every share has a turn, and so leaves the parts that are read; teams beyond that have none.
+        self.teams = cutlass.min(teams, self.total)
+        self.per_team = self.total // self.teams
+        self.longer = self.total - self.per_team * self.teams
 
     def turns_of(self, batch):
-        """Turns of one row tile of a request; one for a request without keys, whose rows are written too."""
-        return cutlass.max((self.counts.keys_of(batch)[1] + (self.turn - 1)) // self.turn, 1)
+        """Turns of one row tile of a request."""
+        if self.is_uniform:
+            return self.by_turns.divisor
+        return turns_of_keys(self.counts.traits, self.counts.keys_of(batch)[1])
 
     @cute.jit
     def _total(self):
-        total = Int32(0)
         if cutlass.const_expr(self.is_uniform):
-            total = self.counts.requests * self.turns_of(Int32(0)) * self.counts.row_tiles
+            total = self.counts.requests * self.counts.row_tiles * self.by_turns.divisor
         else:
-            for base in cutlass.range(0, self.counts.requests, WARP, unroll=1):
-                total = total + cute.arch.warp_redux_sync(self._turns_at(base), kind="add") * self.counts.row_tiles
+            total = self.begin_of(self.counts.requests)
         return total
 
     @cute.jit
-    def _turns_at(self, base: Int32):
-        """This lane's request of 32: its turns, 0 past the last request."""
-        turns = Int32(0)
-        if base + self.lane < self.counts.requests:
-            turns = self.turns_of(base + self.lane)
-        return turns
+    def begin_of(self, batch: Int32):
+        """Where a request begins on the line."""
+        begin = Int32(0)
+        if cutlass.const_expr(self.is_uniform):
+            begin = batch * self.counts.row_tiles * self.by_turns.divisor
+        else:
+            for base in cutlass.range(0, batch, WARP, unroll=1):
+                begin = begin + cute.arch.warp_redux_sync(self._turns_at(base, batch), kind="add")
+        return begin
 
-    def start(self, team):
-        """Where the share of a team starts, the whole line being cut."""
-        return Int32(Int64(team) * Int64(self.total) // Int64(self.teams))
+    @cute.jit
+    def _turns_at(self, base: Int32, end: Int32):
+        """Turns of this lane's request of the 32 from `base` on, all its row tiles; 0 from `end` on."""
+        turns = Int32(0)
+        if base + self.lane < end:
+            turns = self.turns_of(base + self.lane) * self.counts.row_tiles
+        return turns
 
     @cute.jit
     def locate(self, position: Int32):
         """(request, row tile, turn of the unit) at a position of the line before its end."""
-        batch = Int32(0)
-        rest = position
         if cutlass.const_expr(self.is_uniform):
-            batch = position // (self.turns_of(Int32(0)) * self.counts.row_tiles)
-            rest = position - batch * (self.turns_of(Int32(0)) * self.counts.row_tiles)
+            unit, turn = divmod(position, self.by_turns)
+            batch, row_tile = divmod(unit, self.counts.by_row_tiles)
         else:
-            passed = Int32(WARP)
-            while passed == WARP and batch < self.counts.requests:
-                ends = self._turns_at(batch) * self.counts.row_tiles
-                for distance in cutlass.range_constexpr(5):
-                    other = cute.arch.shuffle_sync_up(ends, 1 << distance, mask_and_clamp=0)
-                    if self.lane >= 1 << distance:
-                        ends = ends + other
-                # requests of this round that end at or before the position
-                passed = cute.arch.popc(cute.arch.vote_ballot_sync(ends <= rest))
-                if passed > 0:
-                    rest = rest - cute.arch.shuffle_sync(ends, passed - 1)
-                batch = batch + passed
-            batch = cutlass.min(batch, self.counts.requests - 1)
-        turns = self.turns_of(batch)
-        return batch, rest // turns, rest % turns
+            batch, rest = self._locate_request(position)
+            turns = self.turns_of(batch)
+            row_tile = rest // turns
+            turn = rest - row_tile * turns
+        return batch, row_tile, turn
 
     @cute.jit
-    def unit_first_crossed(self, team: Int32):
-        """(request, row tile, last team) of the unit that the start of a team's share is the first to cross; last is -1 if there is none."""
-        batch, row_tile, last = Int32(0), Int32(0), Int32(-1)
-        if self.pieces > 0:
-            batch, row_tile = self._unit_of_piece(team)
-            if team % self.pieces == 1:
-                last = team + (self.pieces - 2)
-        else:
-            position = self.start(team)
-            if team > 0 and position < self.total:
-                batch, row_tile, turn = self.locate(position)
-                begin = position - turn
-                # Every share of fewer than one turn that stands at one place begins there too: the first of them counts.
-                if turn > 0 and self.start(team - 1) <= begin and self.start(team) > begin:
-                    end = begin + self.turns_of(batch)
-                    last = Int32((Int64(end) * Int64(self.teams) + Int64(self.total - 1)) // Int64(self.total)) - 1
-        return batch, row_tile, last
+    def _locate_request(self, position: Int32):
+        """(request, position from its begin on)."""
+        batch = Int32(0)
+        rest = position
+        passed = Int32(WARP)
+        while passed == WARP and batch < self.counts.requests:
+            ends = self._turns_at(batch, self.counts.requests)
+            for distance in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(ends, 1 << distance, mask_and_clamp=0)
+                if self.lane >= 1 << distance:
+                    ends = ends + other
+            # requests of this round that end at or before the position
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(ends <= rest))
+            if passed > 0:
+                rest = rest - cute.arch.shuffle_sync(ends, passed - 1)
+            batch = batch + passed
+        return cutlass.min(batch, self.counts.requests - 1), rest
 
-    def _unit_of_piece(self, team):
-        unit = team // cutlass.max(self.pieces, 1)
-        return unit // self.counts.row_tiles, unit % self.counts.row_tiles
+    def start(self, team):
+        """Where the share of a team starts, the whole line being cut: the first `longer` ones have a turn more."""
+        return team * self.per_team + cutlass.min(team, self.longer)
+
+    @cute.jit
+    def team_at(self, position: Int32):
+        """The team whose share holds a position."""
+        team = position // (self.per_team + 1)
+        if team >= self.longer:
+            team = (position - self.longer) // self.per_team
+        return team
 
     @cute.jit
     def first_segment(self, team: Int32):
         """(request, row tile, first turn, turns left, part): where the share of a team starts and how long it is.
 
-        The part is where a piece of a unit belongs; -1 when it follows from the share.
+        The part is where a piece of a unit belongs; WHOLE, of a share, means that it follows from where a unit is cut.
         """
         batch, row_tile, turn, left, part = Int32(0), Int32(0), Int32(0), Int32(0), Int32(WHOLE)
         if self.pieces > 0:
-            batch, row_tile = self._unit_of_piece(team)
-            piece, turns = team % cutlass.max(self.pieces, 1), self.turns_of(batch)
-            turn = Int32(Int64(piece) * Int64(turns) // Int64(self.pieces))
-            left = Int32(Int64(piece + 1) * Int64(turns) // Int64(self.pieces)) - turn
-            part = cutlass.select_(piece == 0, Int32(BEGUN), Int32(CONTINUED))
-        else:
-            position = self.start(team)
-            left = self.start(team + 1) - position
-            if left > 0:
-                batch, row_tile, turn = self.locate(position)
+            unit = team // self.pieces
+            piece = team - unit * self.pieces
+            batch, row_tile = divmod(unit, self.counts.by_row_tiles)
+            turns = self.turns_of(batch)
+            per_piece = (turns + self.pieces - 1) // self.pieces
+            turn = cutlass.min(piece * per_piece, turns)
+            left = cutlass.min(turns - turn, per_piece)
+            part = Int32(select(piece == 0, Int32(BEGUN), Int32(CONTINUED)))
+        elif team < self.teams:
+            left = self.per_team + select(team < self.longer, Int32(1), Int32(0))
+            batch, row_tile, turn = self.locate(self.start(team))
         return batch, row_tile, turn, left, part
+
+    @cute.jit
+    def crossing(self, place: Int32):
+        """(request, row tile, first team, last team) of a unit that teams share; the last is the first if there is none.
+
+        Where there are no more units than teams, `place` is a unit, else the boundary after team `place`, the first within the unit.
+        """
+        batch, row_tile, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
+        units = self.counts.requests * self.counts.row_tiles
+        if self.pieces > 0:
+            batch, row_tile = divmod(place, self.counts.by_row_tiles)
+            first = place * self.pieces
+            last = first + self.pieces - 1
+        elif self.teams < units:
+            if place + 1 < self.teams:
+                batch, row_tile, turn = self.locate(self.start(place + 1))
+                if turn > 0:
+                    begin = self.start(place + 1) - turn
+                    if begin >= self.start(place):
+                        first = place
+                        last = self.team_at(begin + self.turns_of(batch) - 1)
+        elif place < units:
+            batch, row_tile = divmod(place, self.counts.by_row_tiles)
+            turns = self.turns_of(batch)
+            begin = self.begin_of(batch) + row_tile * turns
+            first = self.team_at(begin)
+            last = self.team_at(begin + turns - 1)
+        return batch, row_tile, first, last
+
+
+def make_plan(counts: Counts, teams, pieces) -> tuple:
+    """The plan of `Shares`, by the host."""
+    return teams, pieces, divisor(turns_of_keys(counts.traits, counts.most_keys()))

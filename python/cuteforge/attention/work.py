@@ -21,26 +21,51 @@ class Operands(TraceConstant):
             setattr(self, name, tensor)
 
 
-class Counts(TraceConstant):
-    """Sizes that shapes give: requests, heads, and the units of work of a grid."""
+def divisor(number):
+    """A divisor whose reciprocal the host finds, for few instructions a division; of 0, with which nothing is launched, as of 1."""
+    return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
 
-    def __init__(self, traits: Traits, ops: Operands):
+
+class Counts(TraceConstant):
+    """Sizes that shapes give: requests, heads, and the units of work of a grid.
+
+    Args:
+        by: divisors (heads of a group, KV heads, row tiles) in a kernel, where the host has prepared them.
+    """
+
+    def __init__(self, traits: Traits, ops: Operands, by: tuple | None = None):
         self.traits, self.ops = traits, ops
         queries, q_shape, k_shape = traits.problem.queries, ops.mQ.shape, ops.mK.shape
         self.kv_heads = k_shape[len(k_shape) - 2]
-        self.group = q_shape[len(q_shape) - 2] // self.kv_heads
+        self.group = q_shape[len(q_shape) - 2] // self.kv_heads if by is None else by[0].divisor
         tile_m = traits.tile.tile_m
         if queries == "packed":
-            self.requests = ops.mCuQ.shape[0] - 1
-            self.tokens = q_shape[0]
+            self.requests, self.tokens = ops.mCuQ.shape[0] - 1, q_shape[0]
             # request b has the slots from (cu[b] * G) // tile_m + b on: at least as many as it has tiles of rows
-            self.slots = cutlass.max(self.tokens * self.group // tile_m + self.requests, 0)
-            self.units = self.slots * self.kv_heads
+            self.row_tiles = cutlass.max(self.tokens * self.group // tile_m + self.requests, 0)
+            self.units = self.row_tiles * self.kv_heads
         else:
             self.requests = q_shape[0]
             self.tokens = q_shape[1] if queries == "batch" else Int32(1)
             self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
             self.units = self.requests * self.kv_heads * self.row_tiles
+        self.by = by
+
+    @property
+    def by_group(self):
+        return self.by[0]
+
+    @property
+    def by_heads(self):
+        return self.by[1]
+
+    @property
+    def by_row_tiles(self):
+        return self.by[2]
+
+    def divisors(self) -> tuple:
+        """`by`, prepared by the host."""
+        return divisor(self.group), divisor(self.kv_heads), divisor(self.row_tiles)
 
     def most_keys(self):
         """Keys that a request can have, by shape."""
@@ -86,25 +111,23 @@ class Unit(TraceConstant):
     """
 
     def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None):
-        self.traits, self.ops, self.counts, self.group = counts.traits, counts.ops, counts, counts.group
+        self.traits, self.ops, self.counts = counts.traits, counts.ops, counts
         self.batch, self.head = batch, head
         self.first_token = Int32(0) if first_token is None else first_token
         self.q_len = counts.tokens if q_len is None else q_len
         self.first_row = row_tile * self.traits.tile.tile_m
-        self.num_rows = self.q_len * self.group
+        self.num_rows = self.q_len * counts.group
         self.first_key, self.k_len = counts.keys_of(batch)
 
     @classmethod
     def of_block(cls, counts: Counts, index, lane):
-        """The unit of a block of a grid with one for each unit."""
+        """The unit of a block of a grid with one for each unit: the row tiles that see most keys start first."""
+        place, head = divmod(index, counts.by_heads)
         if counts.traits.problem.queries == "packed":
-            # the last tiles of a request see most keys, so they start first
-            slot, head = counts.slots - 1 - index // counts.kv_heads, index % counts.kv_heads
-            batch, first_token, q_len, row_tile = find_request(counts, slot, lane)
+            batch, first_token, q_len, row_tile = find_request(counts, counts.row_tiles - 1 - place, lane)
             return cls(counts, batch, head, row_tile, first_token, q_len)
-        heads = counts.requests * counts.kv_heads
-        row_tile, place = counts.row_tiles - 1 - index // heads, index % heads
-        return cls(counts, place // counts.kv_heads, place % counts.kv_heads, row_tile)
+        row_tile = place // counts.requests
+        return cls(counts, place - row_tile * counts.requests, head, counts.row_tiles - 1 - row_tile)
 
     def table_row(self):
         return self.ops.mRows[self.batch] if self.traits.problem.has_rows else self.batch
@@ -113,7 +136,7 @@ class Unit(TraceConstant):
         """Keys that a packed row sees, from the first on: all, or up to its own token at the lower right corner."""
         if not self.traits.problem.causal:
             return self.k_len
-        return cutlass.min(row // self.group + (self.k_len - self.q_len) + 1, self.k_len)
+        return cutlass.min(row // self.counts.by_group + (self.k_len - self.q_len) + 1, self.k_len)
 
     def last_row(self):
         """The last row of the tile."""
@@ -134,7 +157,8 @@ class Unit(TraceConstant):
 
     def token_and_head(self, row):
         """(query token within the request, query head) of a packed row."""
-        return row // self.group, self.head * self.group + row % self.group
+        token, place = divmod(row, self.counts.by_group)
+        return token, self.head * self.counts.group + place
 
     def query_address(self, m: cute.Tensor, row):
         """Byte address of a packed row in q or out."""

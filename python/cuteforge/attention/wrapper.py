@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from cuteforge.api_base import TupleDict
 from cuteforge.attention.api import (
@@ -23,7 +24,16 @@ from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_
 
 _Tensor = torch.Tensor
 _NO_CONTEXT = contextlib.nullcontext()
-_POOLS = ("k_cache", "v_cache")
+POOLS = ("k_cache", "v_cache")
+NEW_NAMES = ("new_k", "new_v")
+# The ops of torch by class, and the one that writes the pools.
+OPS = {
+    GQADecode: "gqa_decode",
+    GQAPrefill: "gqa_prefill",
+    PagedGQADecode: "paged_gqa_decode",
+    PagedGQAPrefill: "paged_gqa_prefill",
+}
+APPEND_OP = "paged_gqa_decode_append"
 
 
 def gqa_decode_wrapper(
@@ -169,6 +179,7 @@ def _attend(
             results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
         else:
             results = run_attention(op, given, out, return_lse, stream, softmax_scale, config)
+            _count_writes(given, out)
     return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
 
 
@@ -233,14 +244,14 @@ def readable(tensor: Any) -> Any:
 
 def _readable_but_pools(given: Tensors) -> Callable[[Any], Any]:
     """As `readable`, except for pools that are written."""
-    pools = [given[name] for name in _POOLS]
+    pools = [given[name] for name in POOLS]
     return lambda tensor: tensor if any(tensor is pool for pool in pools) else readable(tensor)
 
 
 def check_queries(tensors: Tensors, op: type) -> None:
     """What is needed to allocate the results; the op checks everything else."""
     names = list(tensors)[:3]
-    for name in names:
+    for name in op._REQUIRED[:-1]:
         x = tensors[name]
         if not isinstance(x, _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
@@ -264,9 +275,27 @@ def _attend_by_op(
     config: Mapping[str, Any],
 ) -> tuple:
     """As `run_attention`, seen by what follows the call."""
-    from cuteforge.attention.torch_ops import OPS
+    appends = any(name in given for name in NEW_NAMES)
+    inputs = [x for name, x in tensors.items() if appends or name not in NEW_NAMES]
+    causal, *rest = config.values()
+    name = APPEND_OP if appends else OPS[op]
+    operands = given if out is None else {**given, "out": out}
+    results = call_op(name, operands, (*inputs, softmax_scale, bool(causal), *rest), stream)
+    return (results[0] if out is None else _copied(results[0], out), results[1])
 
-    name = OPS[op] + ("_append_" if "new_k" in given else "")
-    inputs = [x for key, x in tensors.items() if key not in ("new_k", "new_v") or "new_k" in given]
-    results = call_op(name, given, (*inputs, softmax_scale, *config.values()), stream)
-    return (results[0] if out is None else out.copy_(results[0]), results[1])
+
+def _copied(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out` with the result in it. Refuses what a copy would convert or broadcast."""
+    if out.shape != result.shape or out.dtype != result.dtype:
+        wanted, got = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (result, out))
+        raise ContractError(f"out: wanted {wanted}, got {got}")
+    return out.copy_(result)
+
+
+def _count_writes(given: Tensors, out: Any) -> None:
+    """As torch's own ops do: a graph that saved such a tensor before refuses to use it."""
+    written = [given[name] for name in POOLS] if "new_k" in given else []
+    if out is not None:
+        written.append(out)
+    if written:
+        increment_version(written)

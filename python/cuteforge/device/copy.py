@@ -53,6 +53,12 @@ def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(size or count))
 
 
+def smem_words(address, count: int) -> cute.Tensor:
+    """32-bit words in shared memory at a byte address aligned to all of them."""
+    pointer = cute.make_ptr(cutlass.Uint32, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
 def evict_first_policy() -> Int64:
     """L2 policy for data that is read once: it makes room for itself instead of pushing other data out."""
     return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64])

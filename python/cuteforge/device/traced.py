@@ -15,14 +15,14 @@ class TraceConstant:
         return self
 
 
-def named_kernel(name: str):
-    """Class decorator: profilers and disassemblies show the class's `kernel` as `name`, with a number.
+def named_kernel(name: str, method: str = "kernel"):
+    """Class decorator: profilers and disassemblies show a kernel of the class as `name`, with a number.
 
     The generated name spells out every operand, and "cutlass" in it has made an assembler spill (NVIDIA/cutlass#3389).
     """
 
     def rename(cls):
-        cls.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        getattr(cls, method).set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         return cls
 
     return rename

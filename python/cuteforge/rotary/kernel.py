@@ -85,29 +85,29 @@ class Rotary:
         num_tokens, length = mX.shape[0], None
         if cutlass.const_expr(traits.rank == 4):
             num_tokens, length = mX.shape[0] * mX.shape[1], mX.shape[1]
-        choices = [(heads, *self._grid(mX, mK, num_tokens, heads)) for heads in traits.heads_per_thread]
-        chosen = Int32(choices[0][0])
-        for heads, num_ctas, _ in choices[1:]:
-            chosen = select(num_ctas >= traits.tile.min_ctas, Int32(heads), chosen)
-        for heads, num_ctas, groups in choices:
-            if (chosen == heads) & (num_ctas > 0):
-                divisors = fast_divisor(groups), None if length is None else fast_divisor(length)
-                operands = mX, mOut, mK, mKOut, mCos, mSin, mPositions
-                self.kernel(*operands, num_tokens, *divisors, inverse, heads).launch(
-                    grid=(num_ctas, 1, 1),
-                    block=(traits.num_threads, 1, 1),
-                    min_blocks_per_mp=traits.ctas_per_sm,
-                    preferred_smem_carveout=traits.tile.smem_carveout,
-                    stream=stream,
-                )
+        num_ctas, groups = self._grid(mX, mK, num_tokens)
+        if num_ctas > 0:
+            divisors = fast_divisor(groups), None if length is None else fast_divisor(length)
+            self.kernel(mX, mOut, mK, mKOut, mCos, mSin, mPositions, num_tokens, *divisors, inverse).launch(
+                grid=(num_ctas, 1, 1),
+                block=(traits.num_threads, 1, 1),
+                min_blocks_per_mp=traits.ctas_per_sm,
+                preferred_smem_carveout=0,  # percent; the kernel has no shared memory, its L1 holds angles
+                stream=stream,
+            )
 
-    def _grid(self, mX, mK, num_tokens, heads: int):
-        """(CTAs, groups of a token) for a number of heads a thread."""
+    def _grid(self, mX, mK, num_tokens):
+        """(CTAs, groups of a token)."""
         slots = self.traits.slots_per_cta
-        groups = head_groups(mX, heads)
+        groups = self._head_groups(mX)
         if self.traits.has_keys:
-            groups += head_groups(mK, heads)
+            groups += self._head_groups(mK)
         return num_tokens // slots * groups + (num_tokens % slots * groups + (slots - 1)) // slots, groups
+
+    def _head_groups(self, mX):
+        """Groups of heads that one thread rotates."""
+        heads = self.traits.heads_per_thread
+        return (mX.shape[len(mX.shape) - 2] + (heads - 1)) // heads
 
     @cute.kernel
     def kernel(
@@ -123,14 +123,13 @@ class Rotary:
         groups: cute.FastDivmodDivisorV2,
         length: cute.FastDivmodDivisorV2 | None,
         inverse: Int32,
-        heads: cutlass.Constexpr[int],
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits = self.traits
         unit, place = tidx % traits.units, tidx // traits.units
-        # The groups of a token are neighbours, so that its angles come from L1 for all but the first. As many CTAs as a token has groups
-        # share `slots_per_cta` tokens: no number of slots is formed, which could pass 2**31.
+        # The groups of a token are neighbours, so that the slots of a CTA share its angles. As many CTAs as a token has groups share
+        # `slots_per_cta` tokens: no number of slots is formed, which could pass 2**31.
         block, part = divmod(bidx, groups)
         row, group = divmod(part * traits.slots_per_cta + place, groups)
         first_token = block * traits.slots_per_cta
@@ -139,23 +138,24 @@ class Rotary:
             index = divmod(token, length) if cutlass.const_expr(traits.rank == 4) else (token,)
             source, target = Heads.of(mX), Heads.of(mOut)
             if cutlass.const_expr(traits.has_keys):
-                is_key = group >= head_groups(mX, heads)
+                is_key = group >= self._head_groups(mX)
                 source, target = source.unless(is_key, Heads.of(mK)), target.unless(is_key, Heads.of(mKOut))
-                group -= select(is_key, head_groups(mX, heads), Int32(0))
+                group -= select(is_key, self._head_groups(mX), Int32(0))
             angles = Angles(traits, mCos, mSin, mPositions, index)
+            first_head = group * traits.heads_per_thread
             if unit < traits.rotary_units:
-                self._rotate(source, target, index, group * heads, unit, angles, inverse, heads)
+                self._rotate(source, target, index, first_head, unit, angles, inverse)
             elif cutlass.const_expr(traits.copy_units > 0):
-                self._copy(source, target, index, group * heads, unit - traits.rotary_units, angles, heads)
+                self._copy(source, target, index, first_head, unit - traits.rotary_units, angles)
 
-    def _rotate(self, source: Heads, target: Heads, index, first_head, unit, angles: "Angles", inverse, heads: int):
+    def _rotate(self, source: Heads, target: Heads, index, first_head, unit, angles: "Angles", inverse):
         """Load the thread's pairs of all its heads, then their angles; rotate and store one head after another."""
-        problem, tile = self.traits.problem, self.traits.tile
+        problem, heads = self.traits.problem, self.traits.heads_per_thread
         pair = unit * problem.pairs_per_unit
         col = 2 * pair if problem.interleaved else pair
         wanted = [are_left(source, first_head, i) for i in range(heads)]
         loaded = [
-            [load_words(run, problem.align_bytes, want, tile.load_hint) for run in self._runs(head)]
+            [load_words(run, problem.align_bytes, want) for run in self._runs(head)]
             for head, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
         ]
         cosines, sines = angles.load(pair)
@@ -163,12 +163,12 @@ class Rotary:
         for head, words, want in zip(adjacent_heads(target, index, first_head, col, heads), loaded, wanted):
             values = [load_fp32(as_elements(run, source.dtype)) for run in words]
             for run, columns in zip(self._runs(head), self._rotated(values, cosines, sines), strict=True):
-                store_words(run, as_words(columns, target.dtype), want, tile.store_hint)
+                store_words(run, as_words(columns, target.dtype), want)
 
     @cute.jit
-    def _copy(self, source: Heads, target: Heads, index, first_head: Int32, unit: Int32, angles: "Angles", heads: int):
+    def _copy(self, source: Heads, target: Heads, index, first_head: Int32, unit: Int32, angles: "Angles"):
         """Columns that are not rotated: bits are copied, not numbers, so that the payload of a NaN stays."""
-        problem, tile = self.traits.problem, self.traits.tile
+        problem, heads = self.traits.problem, self.traits.heads_per_thread
         col = problem.rotary_dim + unit * problem.access_elems
         needed = source.base != target.base
         if cutlass.const_expr(angles.is_known is not None):
@@ -176,7 +176,7 @@ class Rotary:
         if needed:
             wanted = [are_left(source, first_head, i) for i in range(heads)]
             loaded = [
-                load_words(address, problem.align_bytes, want, tile.load_hint)
+                load_words(address, problem.align_bytes, want)
                 for address, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
             ]
             nan = as_words([Float32(NAN)] * problem.access_elems, target.dtype)
@@ -184,7 +184,7 @@ class Rotary:
             for address, words, want in zip(targets, loaded, wanted):
                 if cutlass.const_expr(angles.is_known is not None):
                     words = [type(word)(select(angles.is_known, word, other)) for word, other in zip(words, nan)]
-                store_words(address, words, want, tile.store_hint)
+                store_words(address, words, want)
 
     def _runs(self, address):
         """Addresses of the accesses that hold the thread's pairs of a head: of (firsts, seconds) of split pairs, or of interleaved ones."""
@@ -240,11 +240,6 @@ class Angles(TraceConstant):
         return [elements(rTable) for rTable in rTables]
 
 
-def head_groups(mX, heads: int):
-    """Groups of heads that one thread rotates."""
-    return (mX.shape[len(mX.shape) - 2] + (heads - 1)) // heads
-
-
 def fast_divisor(number):
     """A divisor whose reciprocal the host finds; of 0, with which nothing is launched, as of 1."""
     return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
@@ -271,19 +266,19 @@ def rotate(first, second, cosine, sine):
 def load_floats(mTable, offset, count: int) -> list:
     """`count` adjacent fp32 at an element offset, in accesses of up to 16 bytes."""
     address, step = mTable.iterator.toint() + offset * 4, min(4 * count, MAX_ACCESS_BYTES)
-    runs = [load_words(address + i, step, None, "", Float32) for i in range(0, 4 * count, step)]
+    runs = [load_words(address + i, step, None, Float32) for i in range(0, 4 * count, step)]
     return [value for run in runs for value in run]
 
 
-def load_words(address, size_bytes: int, wanted, hint: str, word=None) -> list:
+def load_words(address, size_bytes: int, wanted, word=None) -> list:
     """`size_bytes` of global memory in one access, as words of a type; anything where not `wanted`, and nothing is read then.
 
-    Spelled as PTX for the predicate and the hint.
+    Spelled as PTX for the predicate.
     """
     word = word or word_type(size_bytes)
     count = size_bytes * 8 // word.width
     words = cute.arch.inline_ptx(
-        f"ld.global{hint}{access_suffix(word, count)} {operand_list('w', count)}, [{{$r0}}];",
+        f"ld.global{access_suffix(word, count)} {operand_list('w', count)}, [{{$r0}}];",
         write_only_types=[word] * count,
         read_only_args=[address],
         predicate=wanted,
@@ -291,11 +286,11 @@ def load_words(address, size_bytes: int, wanted, hint: str, word=None) -> list:
     return list(words) if count > 1 else [words]
 
 
-def store_words(address, words: list, wanted, hint: str) -> None:
+def store_words(address, words: list, wanted) -> None:
     """Write words to adjacent places in one access; nothing where not `wanted`."""
     count = len(words)
     cute.arch.inline_ptx(
-        f"st.global{hint}{access_suffix(type(words[0]), count)} [{{$r{count}}}], {operand_list('r', count)};",
+        f"st.global{access_suffix(type(words[0]), count)} [{{$r{count}}}], {operand_list('r', count)};",
         read_only_args=[*words, address],
         predicate=wanted,
     )

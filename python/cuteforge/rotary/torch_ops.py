@@ -21,6 +21,7 @@ from cuteforge.rotary.wrapper import (
     check_heads,
     class_arguments,
     in_terms_of_q,
+    new_results,
     run_rotary,
 )
 from cuteforge.tensor_spec import TensorSpec
@@ -41,12 +42,12 @@ def _split(arguments: tuple) -> tuple[Heads, Angles, bool, bool]:
 
 def _fake(*arguments: Any) -> Any:
     sources, *_ = _split(arguments)
-    return _one_or_both(tuple(x.new_empty(x.shape) for x in sources))
+    return _one_or_both(new_results(sources))
 
 
 def _cuda(*arguments: Any) -> Any:
     sources, angles, interleaved, inverse = _split(arguments)
-    results = tuple(x.new_empty(x.shape) for x in sources)
+    results = new_results(sources)
     run_rotary(sources, results, angles, interleaved, inverse)
     return _one_or_both(results)
 

@@ -211,7 +211,7 @@ def test_rt_1_operands_of_a_gpu_that_is_not_current(kind, device):
 
 def test_wrappers_by_keyword(device):
     """Every argument by the name that the signature has."""
-    x = paged.appending(paged.draw(MAIN, edges(16, rows=(3, 0, 6, 5, 1, 4, 2)), device))
+    x = paged.appending(paged.draw(MAIN, edges(16, queries=2, rows=(3, 0, 6, 5, 1, 4, 2)), device))
     named = {"q": x.q, "k_cache": x.k_cache, "v_cache": x.v_cache, "page_table": x.page_table, **x.optional}
     out, lse = paged_gqa_decode_wrapper(**named, causal=False, softmax_scale=0.1, num_splits=2, return_lse=True)
     paged.check({"out": out, "lse": lse}, x.with_(softmax_scale=0.1))

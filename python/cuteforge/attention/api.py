@@ -453,6 +453,6 @@ def checked_scale(value: float | None) -> float | None:
 
 
 def _splits(value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
         raise ContractError(f"num_splits: wanted None or an int of 1 or more, got {value!r}")
     return None if value is None else int(value)

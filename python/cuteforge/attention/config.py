@@ -21,7 +21,6 @@ CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
 SMEM_ALIGNMENT = 128
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
-MAX_QUERY_STEPS = 8
 CLUSTER = 8  # the largest size that every GPU with clusters takes
 # With more turns than this a CTA, all SMs are wanted, not the CLUSTER of each unit.
 MAX_CLUSTER_TURNS = 32
@@ -68,6 +67,8 @@ class Tile:
         key_warps: groups of them that share out the keys.
         tile_n: keys that a group takes at a time.
         num_stages: tiles of a ring.
+        queries_in_smem: whether query rows, `4 * m_blocks * D / 16` registers a lane, are read from shared memory for every tile of keys
+            instead. Where they fit registers that cost 20 % (H200, prefill, D = 256).
     """
 
     m_blocks: int
@@ -76,6 +77,7 @@ class Tile:
     tile_n: int
     num_stages: int
     ctas_per_sm: int
+    queries_in_smem: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -128,17 +130,9 @@ class Traits:
         return tile.key_warps * tile.tile_m * (self.join_pitch + 3) * 4 if tile.key_warps > 1 else 0
 
     @property
-    def queries_in_smem(self) -> bool:
-        """Whether the query rows of a warp, `4 * m_blocks * k_steps` registers, are too many to be held in registers.
-
-        Where there is one block they are held whatever the head dim: reading them again cost 20 % at D = 256 (H200, prefill).
-        """
-        return self.tile.m_blocks > 1 and self.tile.m_blocks * self.k_steps > MAX_QUERY_STEPS
-
-    @property
     def query_bytes(self) -> int:
-        """Shared memory for the query rows, a copy for each group; after the rings."""
-        return self.tile.key_warps * self.tile.tile_m * self.ring.k_pitch_bytes if self.queries_in_smem else 0
+        """Shared memory for the query rows, after the rings."""
+        return self.tile.tile_m * self.ring.k_pitch_bytes if self.tile.queries_in_smem else 0
 
     @property
     def streams_bytes(self) -> int:
@@ -194,23 +188,24 @@ def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool) -> Trai
     Raises:
         UnsupportedError: no tile fits the GPU's shared memory.
     """
-    return _first_that_fits(problem, _decode_tile(problem, rows), arch, splits)
+    return _first_that_fits(problem, _decode_tile(problem, rows, arch), arch, splits)
 
 
 def select_prefill(problem: Problem, arch: Arch) -> Traits:
     """Traits for many query rows."""
-    return _first_that_fits(problem, _prefill_tile(problem), arch, False)
+    return _first_that_fits(problem, _prefill_tile(problem, arch), arch, False)
 
 
 def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> Traits:
+    is_new = splits and arch.major >= 9
     refusals = []
     for candidate in _relaxed(tile):
-        is_new = splits and arch.major >= 9
-        traits = Traits(problem, candidate, splits, is_new, CLUSTER if is_new else 0)
-        refusal = why_not(traits, arch)
-        if refusal is None:
-            return traits
-        refusals.append(refusal)
+        for cluster in (CLUSTER, 0) if is_new else (0,):
+            traits = Traits(problem, candidate, splits, is_new, cluster)
+            refusal = why_not(traits, arch)
+            if refusal is None:
+                return traits
+            refusals.append(refusal)
     raise UnsupportedError(f"q: D = {problem.head_dim} does not fit {arch.name}: {refusals[-1]}")
 
 
@@ -218,19 +213,31 @@ def _widest(problem: Problem) -> int:
     return max(problem.head_dim, problem.v_dim)
 
 
-def _decode_tile(problem: Problem, rows: int) -> Tile:
-    """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps."""
-    blocks = -(-rows // ROW_BLOCK)
+def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
+    """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps.
+
+    One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us against 278): fewer
+    streams, each of them longer.
+    """
+    blocks, in_smem = -(-rows // ROW_BLOCK), _widest(problem) > 192 and _lacks_registers(problem, arch)
     if blocks == 1:
-        return Tile(1, 1, 4, 16, 3, 1 if _widest(problem) > 128 else 2)
-    return Tile(1, 2, 4, 16, 3, 1) if blocks == 2 else Tile(1, 4, 2, 16, 3, 1)
+        return Tile(1, 1, 4, 16, 3 if _widest(problem) > 128 else 4, 1, in_smem)
+    return Tile(1, 2, 4, 16, 3, 1, in_smem) if blocks == 2 else Tile(1, 4, 2, 16, 3, 1, in_smem)
 
 
-def _prefill_tile(problem: Problem) -> Tile:
-    widest = _widest(problem)
+def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
+    """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
+    widest, lacks_registers = _widest(problem), _lacks_registers(problem, arch)
     if widest > 128:
-        return Tile(1, 4, 1, 32, 2, 1)
-    return Tile(2, 4, 1, 64 if widest <= 64 and not problem.mask_rank else 32, 2, 2)
+        return Tile(1, 4, 1, 32, 2, 1, widest > 192 and lacks_registers)
+    if widest > 64:
+        return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)
+    return Tile(2, 4, 1, 32 if lacks_registers else 64, 2, 2)
+
+
+def _lacks_registers(problem: Problem, arch: Arch) -> bool:
+    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the assembler needs more of them."""
+    return problem.mask_rank > 0 or arch.major >= 10
 
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:

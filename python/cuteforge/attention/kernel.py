@@ -245,7 +245,10 @@ class Attention:
         rO.fill(0.0)
         rWeight.fill(0.0)
         first, count = self._tiles(unit, turn, end_turn, group)
-        query_address = sAddress + self.traits.streams_bytes + warp * (ROW_BLOCK * tile.m_blocks * shape.k_pitch_bytes)
+        # every group leaves the same rows in the same place
+        query_address = (
+            sAddress + self.traits.streams_bytes + row_warp * (ROW_BLOCK * tile.m_blocks * shape.k_pitch_bytes)
+        )
         self._stream(
             unit, ring, rows, first_row, query_address, softmax, rO, rWeight, first, count, group, scale, lane
         )  # fmt: skip

@@ -82,7 +82,7 @@ def load_queries(unit, rows: list, first_row, scale, address, lane):
         rows: the lane's packed rows by block and half; first_row: the warp's first.
         address: of the warp's part of shared memory, if it has one.
     """
-    if unit.traits.queries_in_smem:
+    if unit.traits.tile.queries_in_smem:
         return SharedQueries(unit, first_row, scale, address, lane)
     return RegisterQueries(unit, rows, scale, lane)
 

@@ -554,6 +554,16 @@ def test_ragged_and_paged_wrappers_compile_into_one_graph(name, dynamic, num_gra
     assert fresh_compiler.frame_count == num_graphs
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scale_may_change_between_compiled_calls(dynamic, cpu_as_gpu, fresh_compiler):
+    case = CASES["decode"]()
+    compiled = torch.compile(attn.WRAPPERS["decode"], backend=fresh_compiler, fullgraph=True, dynamic=dynamic)
+    operands = [case.arguments[name] for name in ("q", "k", "v")]
+    for scale in (0.5, 0.25, 2.0):
+        got = compiled(*operands, seqlens_k=case.arguments["seqlens_k"], causal=True, softmax_scale=scale)
+        assert_same_bits(got, case.op(*case.with_(softmax_scale=scale))[:1])
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_appends_reach_the_pools(backend, cpu_as_gpu, fresh_compiler):
     """Pools that are inputs, and views of one buffer that is an input; read again after the write."""

@@ -1,0 +1,151 @@
+"""What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared memory as reckoned.
+
+Every tile that is selected for the heads below is compiled on the five architectures. Needs no GPU.
+"""
+
+import itertools
+import math
+
+import pytest
+
+from cuteforge import UnsupportedError
+from cuteforge.attention import kernel, merge
+from cuteforge.attention.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
+from cuteforge.attention.merge_config import MergeTraits
+from cuteforge.runtime.arch import resolve_arch
+from helpers import sass
+
+FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
+REGISTERS_PER_SM = 65536
+REGISTER_GRANULE = 8  # registers a thread are handed out in eights
+HEADS = ((128, 128), (64, 64), (72, 72), (192, 128), (256, 256))
+ROWS = (16, 32, 48, 64)
+PAGED = {"keys": "pages", "lengths": "seqlens"}
+FEATURES = (
+    ("batch", PAGED | {"mask_rank": 3, "has_lse": True, "causal": True}),
+    ("single", PAGED | {"appends": True, "has_rows": True}),
+    ("single", {"keys": "tokens", "lengths": "indptr"}),
+    ("batch", {"keys": "batch", "lengths": "seqlens", "causal": True, "has_lse": True}),
+)
+PREFILL_FEATURES = (
+    ("packed", {"keys": "packed", "causal": True, "has_lse": True}),
+    ("packed", PAGED | {"causal": True, "mask_rank": 2}),
+    ("batch", {"keys": "batch", "mask_rank": 4, "has_lse": True}),
+)
+
+
+def selected(select, *facts):
+    """What is selected, if anything: whether every GPU serves every head is asked in unit/test_attention_config.py."""
+    try:
+        yield select(*facts)
+    except UnsupportedError:
+        return
+
+
+def decode_cases(arch, is_full):
+    """Each tile once with the features that take most registers, on one architecture also the other features and fp16."""
+    for heads, rows in itertools.product(HEADS, ROWS):
+        queries, facts = FEATURES[0]
+        yield from selected(select_decode, Problem("bfloat16", *heads, queries, **facts), rows, arch, True)
+    if is_full:
+        for i, (queries, facts) in enumerate(FEATURES[1:]):
+            given = Problem("float16", *HEADS[0], queries, **facts)
+            yield from selected(select_decode, given, ROWS[i % 2], arch, i % 2 == 0)
+
+
+def prefill_cases(arch, is_full):
+    queries, facts = PREFILL_FEATURES[0]
+    for heads in HEADS:
+        yield from selected(select_prefill, Problem("bfloat16", *heads, queries, **facts), arch)
+    for heads, (queries, facts) in itertools.product((HEADS[0], HEADS[-1]), PREFILL_FEATURES[1:] if is_full else ()):
+        yield from selected(select_prefill, Problem("float16", *heads, queries, **facts), arch)
+
+
+def cases_of(arch_name):
+    """One for each tile and width; on the reduced architectures only what differs from the full one, and the model's head."""
+    arch, is_full = resolve_arch(arch_name, None), arch_name == FULL
+    full = resolve_arch(FULL, None)
+    cases = dict.fromkeys((*decode_cases(arch, is_full), *prefill_cases(arch, is_full)))
+    if is_full:
+        return list(cases)
+    known = {_cut(traits) for traits in (*decode_cases(full, True), *prefill_cases(full, True))}
+    return [t for t in cases if _cut(t) not in known or t.problem.head_dim == HEADS[0][0] or _is_demanding(t)]
+
+
+def _cut(traits):
+    return traits.problem.head_dim, traits.problem.v_dim, traits.tile
+
+
+def _is_demanding(traits):
+    """The widest head of prefill: most registers."""
+    return traits.problem.v_dim == 256 and not traits.splits
+
+
+def label(arch_name, traits):
+    problem, tile = traits.problem, traits.tile
+    kind = f"{problem.keys}{'-splits' if traits.splits else ''}{'-mask' if problem.mask_rank else ''}"
+    return f"{arch_name}-{problem.dtype}-d{problem.head_dim}-m{tile.tile_m}n{tile.tile_n}-{problem.queries}-{kind}"
+
+
+CASES = [
+    pytest.param(arch_name, traits, id=label(arch_name, traits))
+    for arch_name in (FULL, *REDUCED)
+    for traits in cases_of(arch_name)
+]
+
+
+@pytest.mark.parametrize(("arch_name", "traits"), CASES)
+def test_machine_code(arch_name, traits):
+    binary = sass.compile_binary(kernel.build(traits), arch_name)
+    assert sum(name.startswith("attention_combine") for name in binary.kernels) == (1 if traits.splits else 0)
+    for code in binary.kernels.values():
+        assert (code.stack_bytes, code.local_bytes) == (0, 0)
+        assert not code.matching(r"STL|LDL|D(ADD|MUL|FMA|SETP|MNMX)\b|.*\.F64|REDG?\b|ATOM")
+    attending = [code for name, code in binary.kernels.items() if not name.startswith("attention_combine")]
+    assert attending
+    for code in attending:
+        check_it_fits(traits, code, resolve_arch(arch_name, None), max(binary.launch_smem_bytes))
+        check_instructions(traits, code)
+
+
+def check_it_fits(traits, code, arch, smem_bytes):
+    """As many CTAs as the tile says fit an SM, and the shared memory is what `why_not` reckons with."""
+    per_thread = -(-code.registers // REGISTER_GRANULE) * REGISTER_GRANULE
+    assert code.registers <= 255
+    assert per_thread * WARP * traits.tile.num_warps * traits.tile.ctas_per_sm <= REGISTERS_PER_SM, code.registers
+    assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes <= arch.smem_bytes_per_cta
+
+
+def check_instructions(traits, code):
+    """All products on the tensor cores, of 16-bit operands summed in fp32; keys and values copied past registers and L1, 16 bytes a lane."""
+    dtype = ".BF16" if traits.problem.dtype == "bfloat16" else ""
+    assert code.matching("HMMA").keys() == {f"HMMA.16816.F32{dtype}"}
+    assert code.count("HMMA") % products(traits) == 0, code.matching("HMMA")
+    assert code.count(r"LDGSTS\.E\.BYPASS.*\.128\b") == code.count("LDGSTS") > 0, code.matching("LDGSTS")
+    assert code.count(r"LDSM.*\.4\b") == code.count("LDSM") > 0, code.matching("LDSM")
+
+
+def products(traits):
+    """Matrix instructions of a tile: scores, weighted values, and one for the sum of the weights."""
+    tile, steps = traits.tile, traits.tile.tile_n // 16
+    return tile.m_blocks * (2 * steps * traits.k_steps + steps * (traits.v_tiles + 1))
+
+
+MERGES = [
+    ("sm_90a", MergeTraits(dtype, d, queries))
+    for dtype, d, queries in (("bfloat16", 128, "batch"), ("float16", 80, "packed"), ("float32", 256, "packed"))
+] + [(arch, MergeTraits("bfloat16", 128, "batch")) for arch in REDUCED]
+
+
+@pytest.mark.parametrize(
+    ("arch_name", "traits"), MERGES, ids=[f"{a}-{t.dtype}-d{t.head_dim}-{t.queries}" for a, t in MERGES]
+)
+def test_machine_code_of_merges(arch_name, traits):
+    """Each element is read or written once, 16 bytes a lane."""
+    (code,) = sass.compile_binary(merge.build(traits), arch_name).kernels.values()
+    assert (code.stack_bytes, code.local_bytes) == (0, 0)
+    assert not code.matching(r"STL|LDL|D(ADD|MUL|FMA)\b|.*\.F64|HMMA|REDG?\b|ATOM")
+    assert code.registers <= 64
+    accesses = math.ceil(traits.runs / traits.lanes_per_row)
+    assert code.matching("STG") == {"STG.E": 1, "STG.E.128": accesses}
+    assert code.matching(r"LDG\b") == {"LDG.E": 2, "LDG.E.128": 2 * accesses}

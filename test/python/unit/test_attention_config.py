@@ -1,0 +1,231 @@
+"""How attention is cut into tiles, on the facts of five GPUs: what fits, what is refused, what a workspace takes. No GPU, nothing compiled."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from cuteforge import UnsupportedError
+from cuteforge.attention import config
+from cuteforge.attention.config import (
+    CTA_RESERVE_BYTES,
+    MAX_WAVES,
+    PARTS,
+    ROW_BLOCK,
+    Problem,
+    Tile,
+    Traits,
+    cta_workspace_bytes,
+    max_ctas,
+    select_decode,
+    select_prefill,
+    why_not,
+    workspace_bytes,
+)
+from cuteforge.attention.merge_config import MergeTraits
+from cuteforge.runtime.arch import resolve_arch
+
+GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}
+HEADS = [*((d, d) for d in range(8, 257, 8)), (192, 128)]
+ROWS = (1, 4, 16, 17, 32, 33, 48, 64, 100, 1024)
+MAX_WARPS = 16  # 255 registers a thread leave no room for more
+MODEL = Problem("bfloat16", 128, 128, "batch", "batch")
+
+each_gpu = pytest.mark.parametrize("gpu", GPUS)
+
+
+def arch_of(gpu):
+    return resolve_arch(GPUS[gpu], None)
+
+
+def problem(d, dv, queries="batch", keys="batch", **facts):
+    return Problem("bfloat16", d, dv, queries, keys, **facts)
+
+
+def attempt(select, *facts):
+    """The traits, or the refusal."""
+    try:
+        return select(*facts)
+    except UnsupportedError as refusal:
+        return refusal
+
+
+def attempts(gpu):
+    """(heads, rows or None for prefill, traits or the refusal)."""
+    arch = arch_of(gpu)
+    for heads, rows, splits in itertools.product(HEADS, ROWS, (True, False)):
+        yield heads, rows, attempt(select_decode, problem(*heads), rows, arch, splits)
+    for heads in HEADS:
+        yield heads, None, attempt(select_prefill, problem(*heads, queries="packed", keys="packed"), arch)
+
+
+def selected(gpu):
+    return [(rows, traits) for _, rows, traits in attempts(gpu) if isinstance(traits, Traits)]
+
+
+def decode(gpu, splits=True):
+    return [(rows, traits) for rows, traits in selected(gpu) if rows is not None and traits.splits == splits]
+
+
+def prefill(gpu):
+    return [traits for rows, traits in selected(gpu) if rows is None]
+
+
+def all_of(gpu):
+    return [traits for _, traits in selected(gpu)]
+
+
+@each_gpu
+def test_every_head_and_group_gets_a_tile(gpu):
+    refused = [(heads, rows, str(traits)) for heads, rows, traits in attempts(gpu) if not isinstance(traits, Traits)]
+    assert not refused, f"{len(refused)} refused, the first: {refused[0]}"
+
+
+@each_gpu
+def test_tiles_fit(gpu):
+    arch = arch_of(gpu)
+    for traits in all_of(gpu):
+        tile = traits.tile
+        assert why_not(traits, arch) is None, traits
+        assert traits.smem_bytes <= arch.smem_bytes_per_cta, traits
+        assert tile.ctas_per_sm * (traits.smem_bytes + CTA_RESERVE_BYTES) <= arch.smem_bytes_per_sm, traits
+        assert 1 <= tile.num_warps * tile.ctas_per_sm <= MAX_WARPS, traits
+
+
+@each_gpu
+def test_tiles_are_what_the_instructions_take(gpu):
+    """Whole row blocks, pairs of key blocks of 8, a ring in which a copy is on its way while a tile is read."""
+    for traits in all_of(gpu):
+        tile = traits.tile
+        assert tile.tile_m == ROW_BLOCK * tile.m_blocks * tile.row_warps
+        assert tile.tile_n % 16 == 0 and tile.num_stages >= 2, traits
+        # a named barrier for each group of warps, and barrier 0
+        assert tile.key_warps < 16
+        # results of a warp: half of its 255 registers at most
+        assert tile.m_blocks * traits.problem.v_dim // 2 <= 128, traits
+
+
+@each_gpu
+def test_decode_reads_the_keys_once_for_up_to_four_row_blocks(gpu):
+    """And wastes no row block on rows that there are not."""
+    for rows, traits in decode(gpu):
+        blocks = -(-rows // ROW_BLOCK)
+        assert traits.tile.tile_m >= min(rows, 4 * ROW_BLOCK), (rows, traits)
+        assert traits.tile.tile_m <= ROW_BLOCK * (1 << (min(blocks, 4) - 1).bit_length()), (rows, traits)
+
+
+@each_gpu
+def test_decode_splits_its_keys_inside_a_cta_and_prefill_its_rows(gpu):
+    assert all(traits.tile.key_warps > 1 for _, traits in decode(gpu))
+    assert all(traits.tile.key_warps == 1 and traits.tile.row_warps >= 4 for traits in prefill(gpu))
+
+
+@each_gpu
+def test_only_decode_with_splits_leaves_parts(gpu):
+    arch = arch_of(gpu)
+    assert select_decode(MODEL, 4, arch, True).splits and not select_decode(MODEL, 4, arch, False).splits
+    assert not any(traits.splits for traits in prefill(gpu))
+
+
+@each_gpu
+def test_tile_does_not_depend_on_what_the_operands_are(gpu):
+    """Paging and lengths change what is copied, not how the work is cut: the results agree bit by bit."""
+    arch = arch_of(gpu)
+    facts = {"keys": "pages", "lengths": "seqlens", "causal": True, "has_lse": True, "has_rows": True}
+    for d, rows in itertools.product((64, 128, 256), (1, 20)):
+        plain, other = problem(d, d), problem(d, d, **facts)
+        assert select_decode(plain, rows, arch, True).tile == select_decode(other, rows, arch, True).tile
+        assert select_prefill(plain, arch).tile == select_prefill(other, arch).tile
+
+
+@each_gpu
+def test_workspace_is_at_most_64_mib(gpu):
+    """For the parts of as many CTAs as are launched to share keys, whatever the sizes of the call."""
+    arch = arch_of(gpu)
+    for _, traits in decode(gpu):
+        ctas = MAX_WAVES * arch.num_sms * traits.tile.ctas_per_sm
+        rows = PARTS * traits.tile.tile_m
+        assert max_ctas(traits, arch) == arch.num_sms * traits.tile.ctas_per_sm
+        assert workspace_bytes(traits, arch) == ctas * rows * (traits.problem.v_dim + 1) * 4
+        assert workspace_bytes(traits, arch) <= 64 * 2**20, traits
+        assert cta_workspace_bytes(traits) % 16 == 0, "the next CTA's rows are aligned to the widest store"
+
+
+def test_dependent_launch_needs_hopper():
+    for gpu in GPUS:
+        assert select_decode(MODEL, 4, arch_of(gpu), True).dependent_launch == (arch_of(gpu).major >= 9)
+        assert not select_decode(MODEL, 4, arch_of(gpu), False).dependent_launch
+        assert not select_prefill(MODEL, arch_of(gpu)).dependent_launch
+
+
+def test_why_not_names_the_limit():
+    arch = arch_of("L20")
+    large = Traits(MODEL, Tile(1, 4, 1, 256, 3, 1))
+    assert "a CTA, there are 101376" in why_not(large, arch)
+    crowded = select_decode(MODEL, 4, arch, True)
+    crowded = replace(crowded, tile=replace(crowded.tile, ctas_per_sm=16))
+    assert "an SM, there are 102400" in why_not(crowded, arch)
+
+
+def test_a_gpu_with_less_shared_memory_gets_smaller_tiles_until_none_is_left():
+    arch = arch_of("H200")
+    wide = problem(256, 256)
+    smem = [select_decode(wide, 64, _with_smem(arch, kib), True).smem_bytes for kib in (227, 160, 99)]
+    assert smem == sorted(smem, reverse=True) and smem[-1] <= 99 * 1024
+    with pytest.raises(UnsupportedError, match=r"^q: D = 256 does not fit sm_90a: .* bytes of shared memory"):
+        select_decode(wide, 64, _with_smem(arch, 8), True)
+    with pytest.raises(UnsupportedError, match=r"^q: D = 256 does not fit"):
+        select_prefill(wide, _with_smem(arch, 8))
+
+
+def _with_smem(arch, kib):
+    return replace(arch, smem_bytes_per_cta=kib * 1024, smem_bytes_per_sm=(kib + 1) * 1024)
+
+
+@each_gpu
+def test_shared_memory_holds_rings_queries_and_what_is_joined(gpu):
+    """No two of them overlap that are in use together."""
+    for traits in all_of(gpu):
+        tile, ring = traits.tile, traits.ring
+        rows = 2 * traits.problem.head_dim + 2 * traits.problem.v_dim
+        assert ring.bytes >= tile.num_stages * tile.tile_n * rows
+        assert traits.smem_bytes >= tile.key_warps * ring.bytes + traits.query_bytes
+        assert traits.smem_bytes >= traits.join_bytes + traits.query_bytes
+        # rows of consecutive keys start in different banks: an odd number of 16-byte chunks apart
+        assert ring.k_pitch_bytes % 32 == ring.v_pitch_bytes % 32 == 16
+        assert traits.join_bytes == 0 or traits.join_bytes >= tile.key_warps * tile.tile_m * traits.problem.v_dim * 4
+        if traits.query_bytes:
+            assert traits.query_bytes >= tile.tile_m * traits.problem.head_dim * 2
+
+
+def test_traits_tell_apart_what_is_compiled():
+    """Equal facts are one key; any other fact is another."""
+    arch = arch_of("H200")
+    base = select_decode(MODEL, 4, arch, True)
+    assert base == select_decode(replace(MODEL), 4, arch, True) and hash(base) == hash(
+        select_decode(MODEL, 4, arch, True)
+    )
+    changed = {
+        "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "lengths": "seqlens", "causal": True,
+        "mask_rank": 2, "has_lse": True, "has_rows": True, "appends": True,
+    }  # fmt: skip
+    assert changed.keys() == vars(MODEL).keys()
+    keys = {repr(base)} | {repr(select_decode(replace(MODEL, **{n: v}), 4, arch, True)) for n, v in changed.items()}
+    assert len(keys) == 1 + len(changed)
+
+
+def test_batch_and_rows_of_one_block_share_a_binary():
+    arch = arch_of("H200")
+    assert len({select_decode(MODEL, rows, arch, True) for rows in range(1, ROW_BLOCK + 1)}) == 1
+    assert len({select_decode(MODEL, rows, arch, True) for rows in (49, 64, 4096)}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_of_a_merge_do_not_straddle_warps(dtype):
+    for d in range(8, config.MAX_HEAD_DIM + 1, 8):
+        traits = MergeTraits(dtype, d, "batch")
+        lanes, elems = traits.lanes_per_row, traits.access_elems
+        assert traits.runs * elems == d
+        assert config.WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * config.WARP
+        assert lanes >= traits.runs or lanes == config.WARP
+        assert lanes == 1 or lanes // 2 < traits.runs, "half of the lanes would do"

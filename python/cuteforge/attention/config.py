@@ -21,6 +21,7 @@ CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
 SMEM_ALIGNMENT = 128
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
+MAX_WORKSPACE_BYTES = 64 * 2**20
 CLUSTER = 8  # the largest size that every GPU with clusters takes
 # With more turns than this a CTA, all SMs are wanted, not the CLUSTER of each unit.
 MAX_CLUSTER_TURNS = 32
@@ -162,7 +163,7 @@ def max_ctas(traits: Traits, arch: Arch) -> int:
 
 def workspace_bytes(traits: Traits, arch: Arch) -> int:
     """Workspace for the parts of as many CTAs as are ever launched to share units."""
-    return MAX_WAVES * max_ctas(traits, arch) * cta_workspace_bytes(traits)
+    return min(MAX_WAVES * max_ctas(traits, arch) * cta_workspace_bytes(traits), MAX_WORKSPACE_BYTES)
 
 
 def cta_workspace_bytes(traits: Traits) -> int:
@@ -229,7 +230,7 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
     """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
     widest, lacks_registers = _widest(problem), _lacks_registers(problem, arch)
     if widest > 128:
-        return Tile(1, 4, 1, 32, 2, 1, widest > 192 and lacks_registers)
+        return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, widest > 192 and lacks_registers)
     if widest > 64:
         return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)
     return Tile(2, 4, 1, 32 if lacks_registers else 64, 2, 2)
@@ -252,5 +253,7 @@ def _relaxed(tile: Tile) -> Iterator[Tile]:
             tile = replace(tile, key_warps=tile.key_warps // 2)
         elif tile.tile_n > 16:
             tile = replace(tile, tile_n=tile.tile_n // 2)
+        elif tile.row_warps > 1:
+            tile = replace(tile, row_warps=tile.row_warps // 2)
         else:
             return

@@ -40,13 +40,14 @@ class ScoreMask(TraceConstant):
                 # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room for.
                 row = self.rows[block][half]
                 limit = self.unit.key_limit(row) - (first + self.first_col)
-                mask_row = MaskRow(self.unit, row) if cutlass.const_expr(self.traits.problem.mask_rank > 0) else None
+                kept = Int32(-1)
+                if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+                    kept = MaskRow(self.unit, row).bits(first + self.first_col, 2 * rS.shape[1])
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         counts = n * 8 + e < limit
                         if cutlass.const_expr(self.traits.problem.mask_rank > 0):
-                            col = first + self.first_col + (n * 8 + e)
-                            counts = mask_row.keeps(col, counts)
+                            counts = counts & ((kept & (1 << (2 * n + e))) != 0)
                         rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)
 
 
@@ -64,13 +65,17 @@ class MaskRow(TraceConstant):
         for place, extent, stride in zip(index, mMask.shape, mMask.stride):
             address = address + Int64(select(extent == 1, Int32(0), place)) * Int64(stride)
             exists = exists & ((extent == 1) | (place < extent))
-        self.address = address
+        self.address, self.is_wide = address, unit.traits.v_tiles > 24
         self.num_cols = select(exists, mMask.shape[len(mMask.shape) - 1], Int32(0))
 
     @cute.jit
-    def keeps(self, col: Int32, counts):
-        """Whether a key counts that counts as far as limits go."""
-        kept = Boolean(False)
-        if counts and col < self.num_cols:
-            kept = gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0
+    def bits(self, first: Int32, count: int):
+        """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by column."""
+        kept = Int32(0)
+        # All loads at once take more registers than results of a wide head leave.
+        for i in cutlass.range(count, unroll=4 if self.is_wide else count):
+            col = first + i // 2 * 8 + i % 2
+            if col < self.num_cols:
+                if gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0:
+                    kept = kept | (Int32(1) << i)
         return kept

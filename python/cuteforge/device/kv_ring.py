@@ -63,21 +63,32 @@ class KVRing(TraceConstant):
         """Start copying a tile into a stage; rows that do not exist become zeros. The caller commits the group."""
         shape = self.shape
         stage_address = self.base + stage * shape.stage_bytes
-        for turn in cutlass.range_constexpr(shape.rounds):
-            row = self.row + turn * shape.rows_per_round
+        # Unrolled in full, the shuffles of all rounds come first, and their addresses take the registers of a wide head.
+        if cutlass.const_expr(self.source.has_lookup and shape.rounds > 8):
+            for turn in cutlass.range(shape.rounds, unroll=4):
+                self._issue_round(turn, tile, stage_address, looked_up)
+        else:
+            for turn in cutlass.range_constexpr(shape.rounds):
+                self._issue_round(turn, tile, stage_address, looked_up)
+
+    @cute.jit
+    def _issue_round(self, turn, tile: Int32, stage_address: Int32, looked_up):
+        """One row a lane group."""
+        shape = self.shape
+        row = self.row + turn * shape.rows_per_round
+        if cutlass.const_expr(self.source.has_lookup):
+            owner = turn * shape.rows_per_warp + self.lane // shape.lanes_per_row
+            addresses = [shuffle_address(address, owner) for address in looked_up]
+            wanted = addresses[0] != Int64(NOWHERE)
+        else:
             token = tile * shape.tile_n + row
-            if cutlass.const_expr(self.source.has_lookup):
-                owner = turn * shape.rows_per_warp + self.lane // shape.lanes_per_row
-                addresses = [shuffle_address(address, owner) for address in looked_up]
-                wanted = addresses[0] != Int64(NOWHERE)
-            else:
-                addresses = self.source.addresses(token)
-                wanted = token < self.end
-            target = stage_address + self.chunk * CHUNK_BYTES
-            if cutlass.const_expr(shape.tile_n % shape.rows_per_round == 0):
-                self._copy_row(target, row, addresses, wanted)
-            elif row < shape.tile_n:
-                self._copy_row(target, row, addresses, wanted)
+            addresses = self.source.addresses(token)
+            wanted = token < self.end
+        target = stage_address + self.chunk * CHUNK_BYTES
+        if cutlass.const_expr(shape.tile_n % shape.rows_per_round == 0):
+            self._copy_row(target, row, addresses, wanted)
+        elif row < shape.tile_n:
+            self._copy_row(target, row, addresses, wanted)
 
     @cute.jit
     def _copy_row(self, target, row, addresses, wanted):

@@ -15,6 +15,7 @@ _MODULE_OF = {
     "TupleDict": "cuteforge.api_base",
     "GQADecode": "cuteforge.attention",
     "GQAPrefill": "cuteforge.attention",
+    "MergeState": "cuteforge.attention",
     "PagedGQADecode": "cuteforge.attention",
     "PagedGQAPrefill": "cuteforge.attention",
     "attn_decode": "cuteforge.attention",

@@ -310,7 +310,8 @@ class GQAPrefill(_Attention):
 
     Args:
         q, k, v, out: ``(B, L, Hq, D)`` and so on; or packed, ``(T, Hq, D)`` and ``(Tk, Hkv, D)``, with the offsets
-        cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32 of the requests' tokens and keys. Both or neither.
+        cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32 of the requests' tokens and keys, from 0. Both or neither. Tokens past the last
+            request see nothing.
         seqlens_k: ``(B,)`` int32, only with dense keys.
         mask: as in decode; of packed requests it has a row for each of the request's tokens, and what it lacks counts as masked.
         lse: ``(B, Hq, L)``, or packed ``(Hq, T)``.
@@ -394,7 +395,8 @@ class PagedGQAPrefill(_Paged, _Attention):
 
     Args:
         q, out: ``(T, Hq, D)`` and ``(T, Hq, Dv)``.
-        cu_seqlens_q: ``(B+1,)`` int32 offsets of the requests' tokens. Which tile is whose is found on the device.
+        cu_seqlens_q: ``(B+1,)`` int32 offsets of the requests' tokens, from 0. Which tile is whose is found on the device. Tokens past the last
+            request see nothing.
         lse: ``(Hq, T)``.
     """
 

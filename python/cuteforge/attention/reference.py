@@ -176,5 +176,7 @@ def merge(
     lse = torch.logaddexp(lse_a_wide, lse_b_wide)
     # Where neither part has a key both weights would be exp(-inf + inf).
     base = lse.masked_fill(lse.isneginf(), 0)
-    weight_a, weight_b = ((t - base).exp().transpose(-1, -2).unsqueeze(-1) for t in (lse_a_wide, lse_b_wide))
-    return (weight_a * o_a.to(dtype) + weight_b * o_b.to(dtype)).to(o_a.dtype), lse.to(lse_a.dtype)
+    weights = [(t - base).exp().transpose(-1, -2).unsqueeze(-1) for t in (lse_a_wide, lse_b_wide)]
+    # What a part without keys holds does not count, NaN either.
+    parts = [(w * o.to(dtype)).masked_fill(w == 0, 0) for w, o in zip(weights, (o_a, o_b))]
+    return (parts[0] + parts[1]).to(o_a.dtype), lse.to(lse_a.dtype)

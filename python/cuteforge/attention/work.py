@@ -41,8 +41,9 @@ class Counts(TraceConstant):
         tile_m = traits.tile.tile_m
         if queries == "packed":
             self.requests, self.tokens = ops.mCuQ.shape[0] - 1, q_shape[0]
-            # request b has the slots from (cu[b] * G) // tile_m + b on: at least as many as it has tiles of rows
-            self.row_tiles = cutlass.max(self.tokens * self.group // tile_m + self.requests, 0)
+            # Request b has the slots from (cu[b] * G) // tile_m + b on: at least as many as it has tiles of rows. The tokens past the last
+            # request are one more, without keys.
+            self.row_tiles = self.tokens * self.group // tile_m + self.requests + 1
             self.units = self.row_tiles * self.kv_heads
         else:
             self.requests = q_shape[0]
@@ -80,7 +81,14 @@ class Counts(TraceConstant):
 
     @cute.jit
     def keys_of(self, batch: Int32):
-        """(first key in packed keys, number of keys) of a request: never more than the operands hold."""
+        """(first key in packed keys, number of keys) of a request: never more than the operands hold, none past the last request."""
+        first, length = Int32(0), Int32(0)
+        if batch < self.requests:
+            first, length = self._keys_of(batch)
+        return first, length
+
+    @cute.jit
+    def _keys_of(self, batch: Int32):
         problem, ops = self.traits.problem, self.ops
         first = Int32(0)
         length = self.most_keys()
@@ -129,8 +137,14 @@ class Unit(TraceConstant):
         row_tile = place // counts.requests
         return cls(counts, place - row_tile * counts.requests, head, counts.row_tiles - 1 - row_tile)
 
+    @cute.jit
     def table_row(self):
-        return self.ops.mRows[self.batch] if self.traits.problem.has_rows else self.batch
+        """The request's row of the page table."""
+        row = self.batch
+        if cutlass.const_expr(self.traits.problem.has_rows):
+            if self.batch < self.counts.requests:
+                row = self.ops.mRows[self.batch]
+        return row
 
     def key_limit(self, row):
         """Keys that a packed row sees, from the first on: all, or up to its own token at the lower right corner."""
@@ -185,7 +199,7 @@ def find_request(counts: Counts, slot: Int32, lane: Int32):
     """
     table = counts.ops.mCuQ
     low = Int32(0)
-    high = counts.requests
+    high = counts.requests + 1
     # the last request whose first slot is at most `slot` is in [low, high)
     while high - low > 1:
         step = (high - low + (WARP - 1)) // WARP
@@ -197,7 +211,9 @@ def find_request(counts: Counts, slot: Int32, lane: Int32):
         low = low + (passed - 1) * step
         high = cutlass.min(low + step, high)
     first = table[low]
-    after = cutlass.min(table[low + 1], counts.tokens)
+    after = counts.tokens
+    if low < counts.requests:
+        after = cutlass.min(table[low + 1], counts.tokens)
     row_tile = slot - _first_slot(counts, first, low)
     q_len = after - first
     if first < 0 or after < first or row_tile < 0:

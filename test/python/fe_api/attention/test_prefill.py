@@ -1,11 +1,12 @@
 """Prefill, dense and ragged, against the reference in fp64; then what must be the same bits."""
 
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from cuteforge import attn_prefill
+from cuteforge import attn_prefill, gqa_prefill_wrapper
 from helpers import attention as attn
 from helpers import budget
 from helpers.canary import Canary
@@ -109,6 +110,22 @@ def test_ragged_without_lse(device):
     x = draw_pack(attn.MAIN, "ragged", device)
     got, want = attn.run(KIND, x, lse=False), attn.run(KIND, x)
     assert budget.same_bits(got.out, want.out)
+
+
+@pytest.mark.parametrize("cuts", [[0, 7, 20], [0, 0, 20], [0]], ids=["two", "empty_first", "no_request"])
+def test_tokens_past_the_last_request_see_nothing(cuts, device):
+    """Capacity padding of a captured graph: every row of the outputs is written, those of no request with 0 and -inf."""
+    used, num_tokens = cuts[-1], 300
+    q, k, v = (torch.randn(num_tokens, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    q[used:] = k[used:] = v[used:] = math.nan
+    cu = torch.tensor(cuts, dtype=torch.int32, device=device)
+    out = torch.full_like(q, math.nan)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True, "return_lse": True}
+    got = gqa_prefill_wrapper(q, k, v, **options, out=out)
+    assert not got["out"][used:].any() and got["lse"][:, used:].isneginf().all()
+    if used:
+        alone = gqa_prefill_wrapper(q[:used], k[:used], v[:used], **options)
+        assert torch.equal(got["out"][:used], alone["out"]) and torch.equal(got["lse"][:, :used], alone["lse"])
 
 
 def test_ragged_request_equals_its_stand_alone_call(device):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase
-from cuteforge.attention.checks import check_contents, check_relations, shapes_agree
+from cuteforge.attention.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.attention.config import Problem, Traits, max_ctas, select_decode, select_prefill, workspace_bytes
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.arch import Arch, resolve_arch
@@ -93,6 +93,7 @@ class _Attention(APIBase):
         self.signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
         super().__init__(**given)
         self._arrange = Arrangement(self.signature.names)
+        self._shapes = ShapeCheck(self.signature.names)
 
     def _check_presence(self, given: Mapping[str, Any]) -> None:
         """Refuse operands that need one another, or exclude one another."""
@@ -167,10 +168,15 @@ class _Attention(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        tensors = self._gather(operands, named, workspace)
-        if not shapes_agree(self, tensors):
+        self._launch_checked(self._gather(operands, named, workspace), softmax_scale, stream)
+
+    def _launch_checked(
+        self, tensors: tuple, softmax_scale: float | None, stream: Any, check_graph: bool = True
+    ) -> None:
+        """Launch on the operands of `signature`, in its order."""
+        if not self._shapes(tensors):
             self.check_call(tensors)
-        self._launch(tensors, stream, (self._scale_of(tensors[0], softmax_scale),))
+        self._launch(tensors, stream, (self._scale_of(softmax_scale),), check_graph)
 
     def bind(
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
@@ -178,9 +184,9 @@ class _Attention(APIBase):
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
         tensors = self._gather(operands, named, workspace)
-        return self._bind(tensors, stream, (self._scale_of(tensors[0], softmax_scale),))
+        return self._bind(tensors, stream, (self._scale_of(softmax_scale),))
 
-    def _scale_of(self, q: Any, softmax_scale: float | None) -> float:
+    def _scale_of(self, softmax_scale: float | None) -> float:
         scale = self.softmax_scale if softmax_scale is None else checked_scale(softmax_scale)
         return self.dims["D"] ** -0.5 if scale is None else scale
 
@@ -191,6 +197,8 @@ class _Attention(APIBase):
         if len(named) != len(self._optional) or not all(map(named.__contains__, self._optional)):
             named = self._check_optional(named)
         operands = (*operands, *[named[name] for name in self._optional])
+        if self._compiled is None:
+            self._load_again(operands)
         return (*operands, self._check_workspace(operands[0], workspace)) if self._splits else operands
 
     def _required(self, operands: tuple, named: dict[str, Any]) -> tuple:

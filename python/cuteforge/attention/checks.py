@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,42 +53,50 @@ def mask_extents(dims: Dims, queries: str, keys: str) -> Dims:
     return extents
 
 
-def shapes_agree(op: Any, operands: tuple) -> bool:
-    """Whether the shapes of a call may be right as far as the compiled entry does not see it; False also for no tensors.
+class ShapeCheck:
+    """Whether the shapes of a call may be right, as far as the compiled entry of an op does not see it; False also for no tensors.
 
     A quick look at every launch; who gets False runs the whole table for the error.
+
+    Args:
+        names: the operands of the op, in order.
     """
-    names = op.signature.names
-    try:
-        q, k = operands[0], operands[1]
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if kv_heads < 1 or heads < 1 or heads % kv_heads:
-            return False
-        if len(names) == 5 and names[4] in ("workspace", "seqlens_k", "lse"):
-            return True  # dense without more: B is compared by the entry
-        tensors = dict(zip(names, operands))
-        batch = tensors["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in tensors else q.shape[0]
-        if batch < 0 or any(tensors[name].shape[0] - 1 != batch for name in _OFFSETS if name in tensors):
-            return False
-        if any(tensors[name].shape[0] != batch for name in ("seqlens_k", "page_table_rows") if name in tensors):
-            return False
-        if "page_table" in tensors:
-            if "page_table_rows" not in tensors and tensors["page_table"].shape[0] != batch:
-                return False
-            if k.dim() == 4 and k.shape[1] < 1:
-                return False
-        return "mask" not in tensors or _mask_agrees(tensors, batch)
-    except (AttributeError, IndexError):
-        return False
 
+    def __init__(self, names: Sequence[str]) -> None:
+        places = {name: place for place, name in enumerate(names)}
+        self._cu_seqlens_q = places.get("cu_seqlens_q")
+        self._offsets = [places[name] for name in _OFFSETS if name in places]
+        by_request = ("seqlens_k", "page_table_rows") + (() if "page_table_rows" in places else ("page_table",))
+        # q has the requests of the lengths, where it has any: the entry compares them
+        self._by_request = [places[name] for name in by_request if name in places]
+        self._is_paged = "page_table" in places
+        self._mask = places.get("mask")
 
-def _mask_agrees(tensors: Mapping[str, torch.Tensor], batch: int) -> bool:
-    q, k, shape = tensors["q"], tensors.get("k"), tensors["mask"].shape
-    packed = "cu_seqlens_q" in tensors
-    tokens = None if packed else q.shape[1] if q.dim() == 4 else 1
-    wanted = [batch, *[q.shape[-2]][: len(shape) == 4], *[tokens][: len(shape) > 2]]
-    outer = all(want is None or got in (1, want) for got, want in zip(shape, wanted))
-    return outer and (packed or k is None or shape[-1] == k.shape[1])
+    def __call__(self, operands: tuple) -> bool:
+        try:
+            q, k = operands[0].shape, operands[1].shape
+            if k[-2] < 1 or q[-2] < 1 or q[-2] % k[-2]:
+                return False
+            batch = q[0] if self._cu_seqlens_q is None else operands[self._cu_seqlens_q].shape[0] - 1
+            if batch < 0 or (self._is_paged and len(k) == 4 and k[1] < 1):
+                return False
+            for place in self._offsets:
+                if operands[place].shape[0] != batch + 1:
+                    return False
+            for place in self._by_request:
+                if operands[place].shape[0] != batch:
+                    return False
+            return self._mask is None or self._mask_agrees(operands[self._mask], q, k, batch)
+        except (AttributeError, IndexError):
+            return False
+
+    def _mask_agrees(self, mask: torch.Tensor, q: torch.Size, k: torch.Size, batch: int) -> bool:
+        """The entry takes the bytes of a mask for what they are, whatever their type."""
+        shape, is_packed = mask.shape, self._cu_seqlens_q is not None
+        tokens = None if is_packed else q[1] if len(q) == 4 else 1
+        wanted = [batch, *[q[-2]][: len(shape) == 4], *[tokens][: len(shape) > 2]]
+        outer = all(want is None or got in (1, want) for got, want in zip(shape, wanted))
+        return mask.dtype is torch.bool and outer and (is_packed or self._is_paged or shape[-1] == k[1])
 
 
 def check_contents(tensors: Mapping[str, torch.Tensor]) -> None:

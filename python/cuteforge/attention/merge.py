@@ -13,7 +13,7 @@ from cuteforge.attention.merge_config import ACCESS_BYTES, MergeTraits
 from cuteforge.attention.work import row_address
 from cuteforge.device.copy import gmem_run, load_fp32
 from cuteforge.device.dtypes import DTYPES
-from cuteforge.device.math import NEG_INF, exp_accurate, fma_rn, mul_rn, rcp_rn, select
+from cuteforge.device.math import NEG_INF, div_rn, exp_accurate, fma_rn, mul_rn, rcp_rn, select
 from cuteforge.device.traced import named_kernel
 from cuteforge.runtime.compile_cache import Build
 
@@ -112,8 +112,16 @@ def weights(lse_a, lse_b):
     weight_a, weight_b = exp_accurate(lse_a - shift), exp_accurate(lse_b - shift)
     total = weight_a + weight_b
     inverse = Float32(select(total == 0.0, Float32(0.0), rcp_rn(total)))
+    smaller = Float32(select(weight_a < weight_b, weight_a, weight_b))
     # The logarithm of 0 is -inf.
-    return weight_a * inverse, weight_b * inverse, shift + cute.math.log(total)
+    lse = shift + Float32(select(total < 1.0, cute.math.log(total), _log1p(smaller, total)))
+    return weight_a * inverse, weight_b * inverse, lse
+
+
+def _log1p(x, one_plus_x):
+    """ln(1 + x) for 0 <= x <= 1, of which `one_plus_x` has lost digits: they are made up for by what is left of x in it (Kahan)."""
+    kept = one_plus_x - 1.0
+    return select(kept == 0.0, x, cute.math.log(one_plus_x) * div_rn(x, kept))
 
 
 def build(traits: MergeTraits) -> Build:

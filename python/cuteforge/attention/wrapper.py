@@ -24,6 +24,13 @@ from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_
 
 _Tensor = torch.Tensor
 _NO_CONTEXT = contextlib.nullcontext()
+# Shapes of q by rank.
+_PACKED_QUERIES = {3: "(T, Hq, D)"}
+_QUERIES = {
+    GQADecode: {4: "(B, L, Hq, D)"},
+    GQAPrefill: {4: "(B, L, Hq, D)"},
+    PagedGQADecode: {4: "(B, L, Hq, D)", 3: "(B, Hq, D)"},
+}
 POOLS = ("k_cache", "v_cache")
 NEW_NAMES = ("new_k", "new_v")
 # The ops of torch by class, and the one that writes the pools.
@@ -217,15 +224,20 @@ def _make(*call: Any) -> Any:
 def _launch(
     op: Any, inputs: tuple, _: type, names: tuple[str, ...], results: Tensors, stream: Any, scale: float | None, __: Any
 ) -> None:
-    needed = op.workspace_bytes_on(inputs[0].get_device()) if op._splits else 0
-    workspace = inputs[0].new_empty(needed, dtype=torch.uint8) if needed else None
-    op.execute(**dict(zip(names, inputs)), **results, softmax_scale=scale, workspace=workspace, stream=stream)
+    tensors = {**dict(zip(names, inputs)), **results}
+    if op._splits:
+        q = inputs[0]
+        tensors["workspace"] = torch.empty(op._workspace_bytes(q.get_device()), dtype=torch.uint8, device=q.device)
+    op._launch_checked(tuple([tensors[name] for name in op.signature.names]), scale, stream)
 
 
 def new_results(given: Tensors, with_lse: bool) -> tuple:
     """Uninitialised (out, lse or None) for inputs by name."""
     q, values = given["q"], given["v" if "v" in given else "v_cache"]
-    out = q.new_empty((*q.shape[:-1], values.shape[-1]))
+    if q.shape[-1] == values.shape[-1]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty((*q.shape[:-1], values.shape[-1]))
     if not with_lse:
         return out, None
     if "cu_seqlens_q" in given:
@@ -250,17 +262,16 @@ def _readable_but_pools(given: Tensors) -> Callable[[Any], Any]:
 
 def check_queries(tensors: Tensors, op: type) -> None:
     """What is needed to allocate the results; the op checks everything else."""
-    names = list(tensors)[:3]
     for name in op._REQUIRED[:-1]:
-        x = tensors[name]
-        if not isinstance(x, _Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
-    packed = tensors.get("cu_seqlens_q") is not None or op is PagedGQAPrefill
-    wanted = {3: "(T, Hq, D)"} if packed else {4: "(B, L, Hq, D)"} | ({3: "(B, Hq, D)"} if op is PagedGQADecode else {})
-    if tensors["q"].dim() not in wanted:
-        raise ContractError(f"q: wanted shape {' or '.join(wanted.values())}, got {tensors['q'].dim()} dims")
-    ranks = (3, 4) if "k_cache" in tensors else (tensors["q"].dim(),)
-    for name in names[1:]:
+        if not isinstance(tensors[name], _Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensors[name]).__name__}")
+    is_packed = op is PagedGQAPrefill or tensors.get("cu_seqlens_q") is not None
+    shapes = _PACKED_QUERIES if is_packed else _QUERIES[op]
+    rank = tensors["q"].dim()
+    if rank not in shapes:
+        raise ContractError(f"q: wanted shape {' or '.join(shapes.values())}, got {rank} dims")
+    ranks = (3, 4) if "k_cache" in tensors else (rank,)
+    for name in op._REQUIRED[1:3]:
         if tensors[name].dim() not in ranks:
             raise ContractError(f"{name}: wanted {' or '.join(map(str, ranks))} dims, got {tensors[name].dim()}")
 

@@ -378,7 +378,8 @@ def check_lse(got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, slac
 def lse_slack(x: Inputs, b: int) -> float:
     """What scores may be off by because matrix instructions truncate the fp32 sums that eager code rounds.
 
-    At most ``2**-23`` of the sum of magnitudes at each of the ``D / 16`` steps, and four units for the scale and the logarithm.
+    At most ``2**-23`` of the sum of magnitudes at each of the ``D / 8`` steps (an instruction adds eight products at a time), and four units
+    for the scale and the logarithm.
     """
     d = x.q.shape[-1]
     scale = d**-0.5 if x.softmax_scale is None else abs(x.softmax_scale)
@@ -387,7 +388,7 @@ def lse_slack(x: Inputs, b: int) -> float:
     else:
         q, k = (t[cuts[b] : cuts[b + 1]] for t, cuts in ((x.q, x.cu_seqlens_q), (x.k, x.cu_seqlens_k)))
     longest = [float(t.float().nan_to_num(0).norm(dim=-1).max()) if t.numel() else 0.0 for t in (q, k)]
-    return (d / 16 + 4) * 2.0**-23 * (1 + scale * longest[0] * longest[1])
+    return (d / 8 + 4) * 2.0**-23 * (1 + scale * longest[0] * longest[1])
 
 
 def same(a: Results, b: Results) -> bool:

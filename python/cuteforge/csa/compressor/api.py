@@ -229,8 +229,8 @@ class CSACompressorBackward(_Compressor):
         if not self.deterministic:
             return _refuse_atomics_if_asked()
         try:
-            # What the compiled entry does not see; rank, dtype and device it does.
-            if workspace.numel() >= self._workspace_bytes[kv.get_device()]:
+            # What the compiled entry does not see; rank and device it does. Of dtypes it tells sizes apart, not int8 from uint8.
+            if workspace.dtype is torch.uint8 and workspace.numel() >= self._workspace_bytes[kv.get_device()]:
                 return
         except (AttributeError, KeyError):
             pass  # no tensors, or the first call on this GPU

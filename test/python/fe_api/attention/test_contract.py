@@ -214,9 +214,8 @@ def test_a_call_without_an_operand_of_the_sample_or_with_another_is_refused(how,
 
 
 def test_packed_needs_both_offsets(device):
-    call = Call("packed", device)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        call.refuses("cu_seqlens_[qk]", **{name: None})
+        Call("packed", device).refuses("cu_seqlens_[qk]", **{name: None})
 
 
 def test_offsets_go_with_packed_operands_only(device):
@@ -233,8 +232,8 @@ def test_offsets_go_with_packed_operands_only(device):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_another_head_dim_or_dtype_than_compiled_is_refused(how, device):
-    call = Call(how, device)
     for change in (lambda t: t[..., :64].contiguous(), lambda t: t.half()):
+        call = Call(how, device)
         changed = {name: change(call.operands[name]) for name in POSITIONAL}
         call.refuses("[qkv]", of_samples=False, **changed)
 

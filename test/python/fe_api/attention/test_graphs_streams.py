@@ -209,6 +209,8 @@ def behind(call, launch, stream):
 @pytest.mark.parametrize("as_handle", [False, True], ids=["torch_stream", "raw_handle"])
 @hows
 def test_explicit_stream_is_where_the_launch_goes(how, as_handle, device):
+    # Loads the code, which may take longer than the sleep.
+    attn.run(kind_of(how), draw(how, device))
     call, side = attn.prepare(kind_of(how), draw(how, device)), torch.cuda.Stream()
     stream = side.cuda_stream if as_handle else side
     behind(call, lambda: call.execute(stream=stream), side)

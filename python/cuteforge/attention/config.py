@@ -110,6 +110,12 @@ class Traits:
         return RingShape(problem.head_dim, problem.v_dim, tile.tile_n, tile.num_stages, tile.row_warps)
 
     @property
+    def reads_keys_once(self) -> bool:
+        """Whether keys and values pass through L2 without being wanted again: they then make room for themselves instead of pushing out what is
+        there, whose dirty lines would have to be written back first. In prefill the row tiles of a head read them again."""
+        return self.tile.key_warps > 1
+
+    @property
     def k_steps(self) -> int:
         """Matrix instructions along the head dim."""
         return -(-self.problem.head_dim // 16)

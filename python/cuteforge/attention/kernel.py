@@ -28,6 +28,7 @@ from cuteforge.attention.queries import load_queries
 from cuteforge.attention.result import GroupJoin, Results
 from cuteforge.attention.shares import BEGUN, CONTINUED, WHOLE, Shares, is_uniform, make_plan, turns_of_keys
 from cuteforge.attention.work import Counts, Operands, Unit
+from cuteforge.device.copy import evict_first_policy
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.kv_ring import KVRing
 from cuteforge.device.math import LOG2_E, select
@@ -233,7 +234,8 @@ class Attention:
         ]
         shape = self.traits.ring
         source = unit.source()
-        ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len)
+        policy = evict_first_policy() if cutlass.const_expr(self.traits.reads_keys_once) else None
+        ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len, policy)
         ring.clear_pads()
         if cutlass.const_expr(self.traits.problem.appends):
             if warp == 0 and turn == 0 and unit.first_row == 0:

@@ -1,0 +1,103 @@
+"""Tiles of dense attention side by side, with the peers and the tile that the library chooses.
+
+    python benchmarks/tune_attention.py --tiles 1,1,4,16,4,1 1,1,8,16,2,1 --cases 4096
+    python benchmarks/tune_attention.py --prefill --tiles 2,4,1,32,2,2,1 1,8,1,64,2,1 --cases d128
+
+A tile is m_blocks,row_warps,key_warps,tile_n,num_stages,ctas_per_sm[,queries_in_smem]. `shares` after a tile's name is the same tile
+without clusters, `one` one CTA a unit. What came out, and what was expected before, belongs in docs/dev/tuning/attention.md. Every tile
+passes the check against fp64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import harness
+import peers
+from attention_problem import DECODE, Dense, build_rivals, dense_rivals
+from bench_attention import DECODE_PEERS, PREFILL, PREFILL_PEERS
+
+
+def tiled(problem: Dense, change: Callable, **config) -> Callable[[], object]:
+    """A bound launch of the problem's op with other traits."""
+    import torch
+
+    import cuteforge
+
+    base = getattr(cuteforge, problem.op_name)
+
+    class Tiled(base):
+        def _traits(self, dims, arch):
+            return change(super()._traits(dims, arch))
+
+    operands = (*problem.inputs, problem.out)
+    op = Tiled(*operands, **problem.config, **config).compile()
+    size_bytes = op.workspace_bytes()
+    workspace = torch.empty(size_bytes, dtype=torch.uint8, device="cuda") if size_bytes else None
+    return op.bind(*operands, workspace=workspace)
+
+
+def with_tile(problem: Dense, text: str, clusters: bool) -> Callable[[], object]:
+    """A bound launch with the tile `text`.
+
+    Raises:
+        ValueError: this GPU does not hold the tile.
+    """
+    from cuteforge.attention.config import Tile, why_not
+    from cuteforge.runtime.arch import resolve_arch
+
+    numbers = [int(field) for field in text.split(",")]
+    tile = Tile(*numbers[:6], queries_in_smem=numbers[6:] == [1])
+
+    def change(traits):
+        traits = replace(traits, tile=tile, cluster=traits.cluster if clusters else 0)
+        if refusal := why_not(traits, resolve_arch(None, 0)):
+            raise ValueError(refusal)
+        return traits
+
+    return tiled(problem, change)
+
+
+def candidates(problem: Dense, tiles: list[str], is_decode: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The chosen tile first, then those of `tiles` that fit this GPU and compile."""
+    yield "chosen", problem.bound()
+    if is_decode:
+        yield "one", tiled(problem, lambda traits: traits, num_splits=1)
+    for text in tiles:
+        for suffix, clusters in (("", True), (" shares", False))[: 1 + is_decode]:
+            try:
+                launch = with_tile(problem, text, clusters)
+            except Exception as error:  # a tile that the GPU or the compiler refuses has no figure
+                print(f"{problem.name} {text}{suffix}: {str(error).splitlines()[0]}", file=sys.stderr)
+            else:
+                yield text + suffix, launch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", action="store_true", help="prefill instead of decode")
+    parser.add_argument("--tiles", nargs="*", default=[], metavar="TILE")
+    parser.add_argument("--cases", nargs="*", default=[], help="only shapes whose name contains one of these")
+    parser.add_argument("--repeats", type=int, default=11)
+    args = parser.parse_args()
+    libraries, _ = peers.find_attention()
+    shapes, names = (PREFILL, PREFILL_PEERS) if args.prefill else (DECODE, DECODE_PEERS)
+    for shape in shapes:
+        if args.cases and not any(text in shape.name for text in args.cases):
+            continue
+        problem = Dense(shape)
+        timed = dict(candidates(problem, args.tiles, not args.prefill))
+        for name, launch in timed.items():
+            harness.require_green(functools.partial(problem.check_ours, launch, name))
+        timed |= build_rivals(dense_rivals(libraries, names, problem), problem)
+        times = harness.measure_group(timed, repeats=args.repeats)
+        print(f"{shape.name}: {', '.join(f'{name} {us:.1f}' for name, us in times.items())}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

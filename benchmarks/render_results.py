@@ -1,24 +1,34 @@
-"""Writes the benchmark records into the API pages: a table for each GPU, between two markers.
+"""Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
-python benchmarks/render_results.py            docs/api/<family>.md for every family with a page
+python benchmarks/render_results.py            docs/api/<family>.md of every family, and docs/performance.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attention_problem
+import bench_attention
+import bench_csa
+import bench_rotary
 import harness
+import runner
+from harness import Bar, Row
 
-PAGES_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs" / "api"
+DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
+PAGES_DIR, PERFORMANCE_PAGE = DOCS_DIR / "api", DOCS_DIR / "performance.md"
+FAMILIES = ("csa", "rotary", "attention", "paged_attention")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NO_RESULTS = "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, `python benchmarks/render_results.py` this section."
-HEADER = ("case", "metric", "µs", "speed", "of ceiling", "beside it")
+HEADER, RULE = ("case", "metric", "µs", "speed", "of ceiling", "beside it"), ("---", "---", "---:", "---:", "---:", "---")
+TARGET_HEADER, TARGET_RULE = ("case", "metric", "µs", "target"), ("---", "---", "---:", "---")
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
@@ -35,9 +45,62 @@ def render_report(report: Mapping[str, Any]) -> str:
         f"Measured ceilings: copy {ceilings['copy_tbps']:.2f} TB/s, read {ceilings['read_tbps']:.2f} TB/s, "
         f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, launch {ceilings['raw_launch_us']:.2f} µs."
     )
-    rule = ("---", "---", "---:", "---:", "---:", "---")
-    lines = (HEADER, rule, *map(_cells, report["rows"]))
-    return facts + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{facts}\n\n{_table(HEADER, RULE, *map(_cells, report['rows']))}"
+
+
+def render_targets(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """Of each record, how many targets were met, and every one with its verdict."""
+    return "\n\n".join(_targets(family, report) for report in reports) if reports else NO_RESULTS.format(family=family)
+
+
+def _targets(family: str, report: Mapping[str, Any]) -> str:
+    harness.check_report(report)
+    rows = [Row(**row, bars=bars_of(family, row)) for row in report["rows"]]
+    facts = f"**{report['gpu']}**, {report['date']}: {harness.summarize_bars(rows).removeprefix('bars: ')}."
+    lines = [(row.case, row.metric, _us(row.ours_us), _verdicts(row)) for row in rows if row.bars]
+    return f"{facts}\n\n{_table(TARGET_HEADER, TARGET_RULE, *lines)}"
+
+
+def _verdicts(row: Row) -> str:
+    return "; ".join(bar.verdict(row).replace("MISSED", "**missed**") for bar in row.bars)
+
+
+def bars_of(family: str, row: Mapping[str, Any]) -> tuple[Bar, ...]:
+    """The targets of a row, which its record does not hold; none for a case that no benchmark has now."""
+    case, metric, peers_us = row["case"], row["metric"], row["peers_us"]
+    if metric == "host":
+        return (Bar("ratio", runner.HOST_BARS[case.split()[0]], runner.RAW),)
+    if metric == "start":
+        by_end = {"cold": runner.COLD_BAR, "warm": runner.WARM_BAR, "cuteforge": bench_csa.IMPORT_BAR}
+        return (by_end[case.split()[-1]],)
+    if case.startswith("growth"):
+        is_first = runner.GROWTH_REFERENCE not in peers_us
+        return () if is_first else (Bar("ratio", runner.GROWTH_BAR, runner.GROWTH_REFERENCE),)
+    if metric in ("decode", "prefill"):
+        return _attention_bars(case, metric, peers_us)
+    return _pointwise_bars().get((family, case, metric), ())
+
+
+def _attention_bars(case: str, metric: str, peers_us: Mapping[str, float]) -> tuple[Bar, ...]:
+    if case.endswith(" portable"):
+        return (bench_attention.PORTABLE_BAR,)
+    if case.startswith("ragged "):
+        return next((ragged.bars for ragged in bench_attention.RAGGED if ragged.name == case), ())
+    shapes = attention_problem.DECODE if metric == "decode" else bench_attention.PREFILL
+    return next((shape.all_bars(peers_us) for shape in shapes if shape.name == case), ())
+
+
+@functools.cache
+def _pointwise_bars() -> dict[tuple[str, str, str], tuple[Bar, ...]]:
+    """By family, case and metric."""
+    bars = {("rotary", shape.name, "rotate"): shape.bars for shape in bench_rotary.SPEED}
+    for shape in bench_csa.SPEED:
+        bars |= {("csa", shape.name, direction): getattr(shape, direction) for direction in bench_csa.DIRECTIONS}
+        bars["csa", f"{shape.name} deterministic", "bwd"] = (bench_csa.DETERMINISM_BAR,)
+    for direction in bench_csa.DIRECTIONS:
+        short = Bar("ratio", bench_csa.SHORT_BAR, bench_csa.LONG.name)
+        bars["csa", bench_csa.SHORT.name, direction] = (short,)
+    return bars
 
 
 def replace_section(page: str, body: str) -> str:
@@ -54,15 +117,16 @@ def replace_section(page: str, body: str) -> str:
 
 
 def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[pathlib.Path, str]:
-    """Every family's page as it should be with the records in `results_dir`."""
-    pages = {}
-    for path in sorted(PAGES_DIR.glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        if BEGIN in text:
-            records = sorted(results_dir.glob(f"*/{path.stem}.json"))
-            reports = [json.loads(record.read_text(encoding="utf-8")) for record in records]
-            pages[path] = replace_section(text, render(path.stem, reports))
-    return pages
+    """Every page with results as it should be with the records in `results_dir`."""
+    reports = {family: _reports(results_dir, family) for family in FAMILIES}
+    bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in FAMILIES}
+    sections = (f"### {family}\n\n{render_targets(family, reports[family])}" for family in FAMILIES)
+    bodies[PERFORMANCE_PAGE] = "\n\n".join(sections)
+    return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}
+
+
+def _reports(results_dir: pathlib.Path, family: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results_dir.glob(f"*/{family}.json"))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +146,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     share = f"{row['floor_us'] / us:.0%}" if row["floor_us"] else ""
     beside = ", ".join(f"{name} {_us(peer)} ({us / peer:.2f}x)" for name, peer in peers.items())
     return row["case"], row["metric"], _us(us), harness.speed(row["bytes"], row["flops"], us), share, beside
+
+
+def _table(*lines: Sequence[str]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _us(us: float) -> str:

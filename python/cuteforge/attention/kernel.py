@@ -26,7 +26,16 @@ from cuteforge.attention.fake_operands import operands
 from cuteforge.attention.mask import ScoreMask
 from cuteforge.attention.queries import load_queries
 from cuteforge.attention.result import GroupJoin, Results
-from cuteforge.attention.shares import BEGUN, CONTINUED, WHOLE, Shares, is_uniform, make_plan, turns_of_keys
+from cuteforge.attention.shares import (
+    BEGUN,
+    CONTINUED,
+    WHOLE,
+    Shares,
+    is_uniform,
+    make_plan,
+    may_cut_units,
+    turns_of_keys,
+)
 from cuteforge.attention.work import Counts, Operands, Unit
 from cuteforge.device.copy import evict_first_policy
 from cuteforge.device.dtypes import DTYPES
@@ -119,7 +128,8 @@ class Attention:
     ):
         plan = make_plan(counts, *self._plan(counts, most_splits, max_ctas))
         self._launch(tensors, by, plan, scale, plan[0] * counts.kv_heads, stream)
-        Combine(self.traits).launch(tensors, by, plan, counts, stream)
+        if may_cut_units(counts, plan):
+            Combine(self.traits).launch(tensors, by, plan, counts, stream)
 
     def _launch(self, tensors: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
         self.kernel(tensors, by, plan, scale).launch(

@@ -185,3 +185,12 @@ class Shares(TraceConstant):
 def make_plan(counts: Counts, teams, pieces) -> tuple:
     """The plan of `Shares`, by the host."""
     return teams, pieces, divisor(turns_of_keys(counts.traits, counts.most_keys()))
+
+
+def may_cut_units(counts: Counts, plan: tuple):
+    """Whether a share may end inside a unit, as far as the host can know: not where whole units make equal shares."""
+    teams, pieces, by_turns = plan
+    if not is_uniform(counts.traits):
+        return (teams > 1) & (pieces != 1)
+    units = counts.requests * counts.row_tiles
+    return select(pieces > 0, pieces > 1, (units % teams != 0) & (teams > 1))

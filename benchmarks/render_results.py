@@ -17,6 +17,7 @@ from typing import Any
 import attention_problem
 import bench_attention
 import bench_csa
+import bench_paged_attention
 import bench_rotary
 import harness
 import runner
@@ -24,10 +25,18 @@ from harness import Bar, Row
 
 DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
 PAGES_DIR, PERFORMANCE_PAGE = DOCS_DIR / "api", DOCS_DIR / "performance.md"
-FAMILIES = ("csa", "rotary", "attention", "paged_attention")
+TITLES = {
+    "csa": "CSA / HCA compressor",
+    "rotary": "Rotary embedding",
+    "attention": "GQA attention",
+    "paged_attention": "Paged attention",
+}
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NO_RESULTS = "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, `python benchmarks/render_results.py` this section."
-HEADER, RULE = ("case", "metric", "µs", "speed", "of ceiling", "beside it"), ("---", "---", "---:", "---:", "---:", "---")
+HEADER, RULE = (
+    ("case", "metric", "µs", "speed", "of ceiling", "beside it"),
+    ("---", "---", "---:", "---:", "---:", "---"),
+)
 TARGET_HEADER, TARGET_RULE = ("case", "metric", "µs", "target"), ("---", "---", "---:", "---")
 
 
@@ -76,7 +85,9 @@ def bars_of(family: str, row: Mapping[str, Any]) -> tuple[Bar, ...]:
     if case.startswith("growth"):
         is_first = runner.GROWTH_REFERENCE not in peers_us
         return () if is_first else (Bar("ratio", runner.GROWTH_BAR, runner.GROWTH_REFERENCE),)
-    if metric in ("decode", "prefill"):
+    if " page " in case:
+        return _paged_bars(case, metric, peers_us)
+    if family == "attention":
         return _attention_bars(case, metric, peers_us)
     return _pointwise_bars().get((family, case, metric), ())
 
@@ -88,6 +99,18 @@ def _attention_bars(case: str, metric: str, peers_us: Mapping[str, float]) -> tu
         return next((ragged.bars for ragged in bench_attention.RAGGED if ragged.name == case), ())
     shapes = attention_problem.DECODE if metric == "decode" else bench_attention.PREFILL
     return next((shape.all_bars(peers_us) for shape in shapes if shape.name == case), ())
+
+
+def _paged_bars(case: str, metric: str, peers_us: Mapping[str, float]) -> tuple[Bar, ...]:
+    paged = bench_paged_attention
+    name, _, page_size = case.rpartition(" page ")
+    page_limit = paged.PAGED_LIMIT if int(page_size) >= 16 else paged.SINGLE_TOKEN_LIMIT
+    if metric == "decode" and page_size == "1":
+        return (Bar("ratio", page_limit, paged.page_name(16)),)
+    shapes = attention_problem.DECODE if metric == "decode" else paged.PREFILL
+    libraries_us = {peer: us for peer, us in peers_us.items() if peer != paged.OURS_DENSE}
+    shape = next((shape for shape in shapes if shape.name == name), None)
+    return (*shape.all_bars(libraries_us), Bar("ratio", page_limit, paged.OURS_DENSE)) if shape else ()
 
 
 @functools.cache
@@ -118,9 +141,9 @@ def replace_section(page: str, body: str) -> str:
 
 def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[pathlib.Path, str]:
     """Every page with results as it should be with the records in `results_dir`."""
-    reports = {family: _reports(results_dir, family) for family in FAMILIES}
-    bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in FAMILIES}
-    sections = (f"### {family}\n\n{render_targets(family, reports[family])}" for family in FAMILIES)
+    reports = {family: _reports(results_dir, family) for family in TITLES}
+    bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in TITLES}
+    sections = (f"### {title}\n\n{render_targets(family, reports[family])}" for family, title in TITLES.items())
     bodies[PERFORMANCE_PAGE] = "\n\n".join(sections)
     return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}
 

@@ -4,6 +4,8 @@ Importing this package imports neither torch nor cutlass; a name's module is imp
 """
 
 import importlib
+import sys
+import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -36,9 +38,40 @@ _MODULE_OF = {
     "rotary_qk_wrapper": "cuteforge.rotary",
     "rotary_table": "cuteforge.rotary",
     "rotary_wrapper": "cuteforge.rotary",
+    "ATTN_BACKEND": "cuteforge.backends.registry",
+    "AttentionBackend": "cuteforge.backends.interface",
+    "CacheFull": "cuteforge.backends.kv_cache",
+    "CudaBackend": "cuteforge.backends.cuda",
+    "DecodeGraph": "cuteforge.backends.decode_graph",
+    "FlashAttnBackend": "cuteforge.backends.flash",
+    "KERNEL_NAMES": "cuteforge.backends.kernels",
+    "KVCache": "cuteforge.backends.kv_cache",
+    "TorchNativeBackend": "cuteforge.backends.torch_native",
+    "apply_rotary_emb": "cuteforge.backends.rotary",
+    "attention": "cuteforge.backends.attention",
+    "attn_backend": "cuteforge.backends.registry",
+    "compress": "cuteforge.backends.compressor",
+    "explain": "cuteforge.backends.explain",
+    "is_available": "cuteforge.backends.kernels",
+    "register_backend": "cuteforge.backends.registry",
 }
 
 __all__ = ["__version__", *_MODULE_OF]
+
+
+class _Package(types.ModuleType):
+    """Keeps the name `attention` for the function: importing the subpackage of that name would bind it here otherwise."""
+
+    @property
+    def attention(self) -> Any:
+        return self.__dict__.get("attention") or __getattr__("attention")
+
+    @attention.setter
+    def attention(self, _: Any) -> None:
+        """What the import system does with a subpackage, and what `__getattr__` found: ``from cuteforge.attention import …`` needs neither."""
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

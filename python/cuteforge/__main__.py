@@ -8,13 +8,8 @@ import sys
 from collections.abc import Sequence
 
 import cuteforge
+from cuteforge.cli.commands import COMMANDS
 from cuteforge.errors import ContractError, UnsupportedError
-
-# Name -> (module with `run() -> exit status`, what it does). Imported when asked for, so the help needs no dependency.
-COMMANDS = {
-    "demo": ("cuteforge.cli.demo", "run real input through every kernel family and check it against fp64"),
-    "doctor": ("cuteforge.cli.doctor", "say what is installed, what runs on this machine, and why not otherwise"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,14 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cuteforge", description="GPU kernels written in CuTe-DSL.")
     parser.add_argument("--version", action="version", version=f"cuteforge {cuteforge.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, (_, meaning) in COMMANDS.items():
-        commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
-    args = parser.parse_args(argv)
-    if args.command is None:
+    for name, command in COMMANDS.items():
+        sentence = f"{command.meaning[0].upper()}{command.meaning[1:]}."
+        command.add_options(commands.add_parser(name, help=command.meaning, description=sentence))
+    options = vars(parser.parse_args(argv))
+    name = options.pop("command")
+    if name is None:
         parser.print_help()
         return 0
     try:
-        return importlib.import_module(COMMANDS[args.command][0]).run()
+        return importlib.import_module(COMMANDS[name].module).run(**options)
     except (ContractError, UnsupportedError) as refusal:
         print(f"cuteforge: {refusal}", file=sys.stderr)
         return 1

@@ -182,6 +182,7 @@ class APIBase:
         return self._bind(self._ordered(operands, named), stream)
 
     def _bind(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> Callable[[], None]:
+        env.require_kernels()
         compiled = self._compiled or self._load_again(operands)
         self.check_call(operands)
         scalars = self._prepare_device(compiled, operands)
@@ -267,7 +268,8 @@ class APIBase:
             raise named from error
 
     def _check_on_request(self, operands: tuple) -> None:
-        """The checks that environment variables turn on."""
+        """The checks that environment variables turn on, and the refusal where one switches the kernels off."""
+        env.require_kernels()
         if not env.fast_launch():
             self.check_call(operands)
         # A capturing stream cannot be synchronized with, so contents are out of reach then.

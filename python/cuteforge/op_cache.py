@@ -36,10 +36,12 @@ def run_op(
 
     Raises:
         ContractError: as the op's, when copies do not help.
+        UnsupportedError: as the op's, or CUTEFORGE_KERNELS=0.
     """
     op = _ops.get(key)
     try:
         if op is None:
+            env.require_kernels()  # before anything is compiled; the launch of an op that exists asks itself
             op = _ops.put(key, make(*inputs, *args).compile())
         launch(op, inputs, *args)
     except ContractError:

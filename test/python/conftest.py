@@ -1,6 +1,6 @@
 """Fixtures and rules all tests share.
 
-Tests under ``fe_api/`` run kernels: they are marked ``gpu`` and skipped only where torch sees no CUDA device. A missing
+Tests under ``fe_api/`` run kernels and are marked ``gpu``, as are some elsewhere: they are skipped only where torch sees no CUDA device. A missing
 capability (a second GPU, memory) is skipped by the test that needs it, with the reason.
 """
 
@@ -35,12 +35,14 @@ def _device_count() -> int:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    gpu_items = [item for item in items if _GPU_TESTS in item.path.parents]
+    for item in items:
+        if _GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
     devices = _device_count()
     for item in gpu_items:
-        item.add_marker(pytest.mark.gpu)
         if devices == 0:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
         elif item.get_closest_marker("multi_gpu") and devices < 2:

@@ -1,1 +1,1 @@
-"""The commands of `python -m cuteforge`: one module each, with `run() -> exit status`."""
+"""The commands of `python -m cuteforge`: one module each, with `run(**options) -> exit status`; commands.py lists them."""

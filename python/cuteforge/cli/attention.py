@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from cuteforge import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill, TensorSpec
+from cuteforge import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill, TensorSpec
 from cuteforge.attention import reference
-from cuteforge.cli.families import Case
+from cuteforge.cli.families import Case, Presets
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZE = 16
@@ -104,7 +104,8 @@ def demo_cases(device: str) -> list[Case]:
 
 def sample_ops(device: str) -> dict[str, Any]:
     """Label -> op on samples of `device`, which need not exist; nothing is compiled."""
-    return {name: _sample(use, device) for name, use in USES.items()}
+    merge = _merge(head_dim=HEAD_DIM, dtype="bfloat16", device=device)
+    return {**{name: _sample(use, device) for name, use in USES.items()}, "merge of two parts": merge}
 
 
 def _case(name: str, problem: Problem) -> Case:
@@ -121,17 +122,9 @@ def _case(name: str, problem: Problem) -> Case:
 
 
 def _sample(use: Use, device: str = "cuda"):
-    """For one request of one query and one key or page: sizes are no part of what is compiled."""
-    q, cache = (TensorSpec((1, n, h, HEAD_DIM), "bfloat16", device=device)
-                for n, h in ((1, HEADS), (PAGE_SIZE if use.is_paged else 1, KV_HEADS)))  # fmt: skip
-    table, lens, offsets = (TensorSpec(shape, "int32", device=device) for shape in ((1, 1), (1,), (2,)))
-    inputs, tensors = (q, cache, cache), {"seqlens_k": lens} if use.is_paged or use.is_decode else {}
-    if use.is_paged:
-        inputs = (*inputs, table)
-    if use.is_paged and not use.is_decode:
-        q = TensorSpec((1, HEADS, HEAD_DIM), "bfloat16", device=device)
-        inputs = (q, *inputs[1:], offsets)
-    return use.op(*inputs, q, **tensors, causal=not use.is_decode)
+    options = {"tokens": 1} if use.is_decode else {}
+    group = HEADS // KV_HEADS
+    return _MAKERS[use.op](head_dim=HEAD_DIM, dtype="bfloat16", device=device, group=group, **options)
 
 
 def _draw_padded(lens: tuple[int, ...], heads: int, generator: torch.Generator) -> torch.Tensor:
@@ -161,3 +154,95 @@ def _page_pool(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor((0, *lens)).cumsum(0).int()
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Specs of one head dim, dtype and device. One request, one key or page: sizes are no part of what is compiled."""
+
+    head_dim: int
+    dtype: str
+    device: str
+
+    def heads(self, *shape: int) -> TensorSpec:
+        return TensorSpec((*shape, self.head_dim), self.dtype, device=self.device)
+
+    def ints(self, *shape: int) -> TensorSpec:
+        return TensorSpec(shape, "int32", device=self.device)
+
+    def lse(self, wanted: bool, *shape: int) -> TensorSpec | None:
+        return TensorSpec(shape, "float32", device=self.device) if wanted else None
+
+
+def _decode(
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, seqlens: bool = True,
+    causal: bool = False, lse: bool = False,
+) -> GQADecode:  # fmt: skip
+    s = _Samples(head_dim, dtype, device)
+    q, kv = s.heads(1, tokens, group), s.heads(1, 1, 1)
+    lens = s.ints(1) if seqlens else None
+    return GQADecode(q, kv, kv, q, seqlens_k=lens, lse=s.lse(lse, 1, group, tokens), causal=causal)
+
+
+def _prefill(
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, packed: bool = False, causal: bool = True,
+    lse: bool = False,
+) -> GQAPrefill:  # fmt: skip
+    s = _Samples(head_dim, dtype, device)
+    if packed:
+        q, kv, offsets, sums = s.heads(1, group), s.heads(1, 1), s.ints(2), s.lse(lse, group, 1)
+        return GQAPrefill(q, kv, kv, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, lse=sums, causal=causal)
+    q, kv = s.heads(1, 1, group), s.heads(1, 1, 1)
+    return GQAPrefill(q, kv, kv, q, lse=s.lse(lse, 1, group, 1), causal=causal)
+
+
+def _paged_decode(
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int | None = None, append: bool = False,
+    causal: bool = False, lse: bool = False,
+) -> PagedGQADecode:  # fmt: skip
+    """`tokens`: None for q ``(B, Hq, D)``, a number for ``(B, L, Hq, D)``; `append`: the newest key and value come by themselves."""
+    s = _Samples(head_dim, dtype, device)
+    q = s.heads(1, group) if tokens is None else s.heads(1, tokens, group)
+    pool, new = s.heads(1, PAGE_SIZE, 1), s.heads(1, 1) if append else None
+    tensors = {"seqlens_k": s.ints(1), "new_k": new, "new_v": new, "lse": s.lse(lse, 1, group, tokens or 1)}
+    return PagedGQADecode(q, pool, pool, s.ints(1, 1), q, **tensors, causal=causal)
+
+
+def _paged_prefill(
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, causal: bool = True, lse: bool = False
+) -> PagedGQAPrefill:
+    s = _Samples(head_dim, dtype, device)
+    q, pool = s.heads(1, group), s.heads(1, PAGE_SIZE, 1)
+    tensors = {"seqlens_k": s.ints(1), "lse": s.lse(lse, group, 1)}
+    return PagedGQAPrefill(q, pool, pool, s.ints(1, 1), s.ints(2), q, **tensors, causal=causal)
+
+
+def _merge(*, head_dim: int, dtype: str, device: str = "cuda", packed: bool = False) -> MergeState:
+    s = _Samples(head_dim, dtype, device)
+    o, lse = (s.heads(1, 1), s.lse(True, 1, 1)) if packed else (s.heads(1, 1, 1), s.lse(True, 1, 1, 1))
+    return MergeState(o, lse, o, lse, o, lse)
+
+
+OPS = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "paged decode": _paged_decode,
+    "paged prefill": _paged_prefill,
+    "merge": _merge,
+}
+_MAKERS = {GQADecode: _decode, GQAPrefill: _prefill, PagedGQADecode: _paged_decode, PagedGQAPrefill: _paged_prefill}
+# One group serves all up to 16 query heads for a KV head: they fill the same rows of a matrix instruction.
+PRESETS = Presets(
+    (
+        ("decode", {}),
+        ("decode", {"seqlens": False}),
+        ("prefill", {}),
+        ("prefill", {"packed": True}),
+        ("paged decode", {}),
+        ("paged decode", {"append": True}),
+        ("paged prefill", {}),
+        ("merge", {}),
+    ),
+    head_dims=(64, 128),
+    dtypes=("bfloat16", "float16"),
+)

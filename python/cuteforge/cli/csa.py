@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec
-from cuteforge.cli.families import Case
+from cuteforge.cli.families import Case, Presets
 from cuteforge.csa.compressor import reference
 
 # Long, short and empty segments: some give no row at ratio 4 (3 tokens), some none at ratio 128 (127), most have a tail.
@@ -119,19 +119,35 @@ def _backward_case(name: str, problem: Problem) -> Case:
     )
 
 
-def _samples(ratio: int, coff: int, device: str) -> tuple[tuple[TensorSpec, ...], TensorSpec]:
-    """The inputs and one pooled row, for one block: sizes are no part of what is compiled."""
-    tokens = TensorSpec((ratio, coff * HEAD_DIM), "bfloat16", device=device)
-    ape = TensorSpec((ratio, coff * HEAD_DIM), "float32", device=device)
+def _samples(
+    head_dim: int | None, dtype: str, ratio: int, coff: int, device: str
+) -> tuple[tuple[TensorSpec, ...], TensorSpec]:
+    """The inputs and one pooled row, for one block: sizes are no part of what is compiled. Head dim None: that of the demo."""
+    head_dim = HEAD_DIM if head_dim is None else head_dim
+    tokens = TensorSpec((ratio, coff * head_dim), dtype, device=device)
+    ape = TensorSpec((ratio, coff * head_dim), "float32", device=device)
     offsets = TensorSpec((2,), "int32", device=device)
-    return (tokens, tokens, ape, offsets, offsets), TensorSpec((1, HEAD_DIM), "bfloat16", device=device)
+    return (tokens, tokens, ape, offsets, offsets), TensorSpec((1, head_dim), dtype, device=device)
 
 
-def _sample_forward(ratio: int, coff: int, device: str = "cuda") -> CSACompressorForward:
-    inputs, pooled = _samples(ratio, coff, device)
+def _sample_forward(
+    ratio: int = 4, coff: int = 2, device: str = "cuda", *, head_dim: int | None = None, dtype: str = "bfloat16"
+) -> CSACompressorForward:
+    inputs, pooled = _samples(head_dim, dtype, ratio, coff, device)
     return CSACompressorForward(*inputs, pooled, ratio, coff)
 
 
-def _sample_backward(ratio: int, coff: int, device: str = "cuda") -> CSACompressorBackward:
-    inputs, pooled = _samples(ratio, coff, device)
-    return CSACompressorBackward(*inputs, pooled, *inputs[:3], ratio, coff)
+def _sample_backward(
+    ratio: int = 4, coff: int = 2, device: str = "cuda", *, head_dim: int | None = None, dtype: str = "bfloat16",
+    deterministic: bool = True,
+) -> CSACompressorBackward:  # fmt: skip
+    inputs, pooled = _samples(head_dim, dtype, ratio, coff, device)
+    return CSACompressorBackward(*inputs, pooled, *inputs[:3], ratio, coff, deterministic)
+
+
+OPS = {"forward": _sample_forward, "backward": _sample_backward}
+PRESETS = Presets(
+    tuple((op, {"ratio": ratio, "coff": coff}) for ratio, coff in CONFIGS.values() for op in OPS),
+    head_dims=(128, 512),  # of the indexer, and of the attention
+    dtypes=("bfloat16",),
+)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from cuteforge.cli import timing
-from cuteforge.cli.console import open_console
+from cuteforge.cli.console import open_console, track
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.runtime import compile_cache
 
@@ -91,20 +90,12 @@ def _cases(device: str) -> list[Case]:
     return [case for family in FAMILIES for case in load(family).demo_cases(device)]
 
 
-def _track(console: Console, what: str, items: Sequence) -> Iterator:
-    """The items, with a bar where `console` is a terminal and nothing elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # The compiler redirects the standard streams for itself; a bar that did so too would restore the wrong ones.
-    quiet = {"disable": not console.is_terminal, "redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=console, transient=True, **quiet) as progress:
-        yield from progress.track(items, description=what)
-
-
 def _run_on_gpu(console: Console) -> bool:
     table = Table("case", "result", "max error", "budget", "", "time", "of copy ceiling")
     copy_tbps = timing.copy_tbps()
     all_ok = True
-    for case in _track(console, "checking", _cases("cuda")):
+    cases = _cases("cuda")
+    for case in track(console, "checking", cases, len(cases)):
         launch, results = case.bind()
         launch()
         checks = check_results(case, results)
@@ -128,7 +119,8 @@ def _speed_cells(case: Case, launch, copy_tbps: float) -> tuple[str, str]:
 def _run_without_gpu(console: Console) -> bool:
     cases = _cases("cpu")
     table = Table("case", "result", "max error", "budget", "")
-    checks = [check for case in _track(console, "checking", cases) for check in check_results(case, case.fallback())]
+    tracked = track(console, "checking", cases, len(cases))
+    checks = [check for case in tracked for check in check_results(case, case.fallback())]
     for check in checks:
         table.add_row(*check.cells())
     console.print(table)
@@ -142,7 +134,7 @@ def _compile_all(console: Console, cases: Sequence[Case]) -> bool:
     all_ok = True
     jobs = [(case, arch) for case in cases for arch in ARCHITECTURES]
     cells: list[str] = []
-    for case, arch in _track(console, "compiling", jobs):
+    for case, arch in track(console, "compiling", jobs, len(jobs)):
         ok, cell = _compile(console, case, arch)
         all_ok = all_ok and ok
         cells.append(cell)

@@ -9,10 +9,10 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import cuteforge
-from cuteforge.cli.families import FAMILIES, load
+from cuteforge.cli.families import FAMILIES, load, split_builder
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch as architectures
 from cuteforge.runtime import cutlass_compat, disk_cache, env
@@ -67,12 +67,13 @@ def cache() -> Rows:
             "directory": _probe(lambda: str(disk_cache.default_root())),
             "usable": "no: " + ("; ".join(warnings) or "the reason was logged before"),
         }
-    damaged = disk.verify()
-    entries = f"{len(disk.ls())}, {disk.size_bytes() / 2**20:.1f} MiB of at most {disk_cache.MAX_BYTES / 2**20:.0f}"
+    damaged, found = disk.verify(), disk.ls()
+    entries = f"{len(found)}, {disk.size_bytes() / 2**20:.1f} MiB of at most {disk_cache.MAX_BYTES / 2**20:.0f}"
     return {
         "directory": str(disk.root),
         "usable": "yes" if os.access(disk.root, os.W_OK) else "to read only: new kernels are not stored",
         "entries": entries + (f"; {len(damaged)} damaged, rebuilt when needed" if damaged else ""),
+        **_entries_by_family(found),
     }
 
 
@@ -102,6 +103,13 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "environment": environment,
     "ops": ops,
 }
+
+
+def _entries_by_family(entries: Iterable[disk_cache.Entry]) -> Rows:
+    sizes: dict[str, list[int]] = {}
+    for entry in entries:
+        sizes.setdefault(split_builder(entry.builder)[0], []).append(entry.size_bytes)
+    return {f"  {family}": f"{len(s)}, {sum(s) / 2**20:.1f} MiB" for family, s in sorted(sizes.items())}
 
 
 def _family_ops(family: str, device_index: int | None) -> Rows:

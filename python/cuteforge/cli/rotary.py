@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cuteforge import RotaryEmbedding, TensorSpec, rotary_table
-from cuteforge.cli.families import Case
+from cuteforge.cli.families import Case, Presets
 from cuteforge.rotary import reference
 
 NUM_TOKENS = 4099
@@ -98,9 +99,33 @@ def _case(name: str, problem: Problem) -> Case:
 
 
 def _sample(use: Use, device: str = "cuda") -> RotaryEmbedding:
-    """For one token and head each: sizes are no part of what is compiled."""
-    heads = TensorSpec((1, 1, use.head_dim), "bfloat16", device=device)
-    table = TensorSpec((1, use.rotary_dim // 2), "float32", device=device)
-    positions = TensorSpec((1,), "int64", device=device)
-    operands = (heads, (table, table), heads, positions)
-    return RotaryEmbedding(*operands, k=heads, k_out=heads, interleaved=use.interleaved)
+    return _make(use.interleaved, use.head_dim, "bfloat16", use.rotary_dim, device=device)
+
+
+def _make(
+    interleaved: bool, head_dim: int, dtype: str, rotary_dim: int | None = None, *, dense: bool = False,
+    positions: str | None = "int64", keys: bool = True, device: str = "cuda",
+) -> RotaryEmbedding:  # fmt: skip
+    """For one token and head each: sizes are no part of what is compiled.
+
+    Args:
+        rotary_dim: all columns when None.
+        dense: ``(B, L, H, D)`` instead of ``(T, H, D)``.
+        positions: their dtype; None for a table with a row for each token.
+        keys: q and k in one launch.
+    """
+    tokens, pairs = (1, 1) if dense else (1,), (head_dim if rotary_dim is None else rotary_dim) // 2
+    heads = TensorSpec((*tokens, 1, head_dim), dtype, device=device)
+    row = TensorSpec((1, pairs), "float32", device=device)
+    table = TensorSpec((*tokens, pairs, 2), "float32", device=device) if positions is None else (row, row)
+    places = None if positions is None else TensorSpec(tokens, positions, device=device)
+    k = heads if keys else None
+    return RotaryEmbedding(heads, table, heads, places, k=k, k_out=k, interleaved=interleaved)
+
+
+OPS = {"halves": functools.partial(_make, False), "interleaved": functools.partial(_make, True)}
+PRESETS = Presets(
+    tuple((op, options) for op in OPS for options in ({}, {"dense": True})),
+    head_dims=(64, 128),
+    dtypes=("bfloat16", "float16"),
+)

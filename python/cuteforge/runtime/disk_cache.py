@@ -20,7 +20,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,16 @@ class Entry:
     files: Mapping[str, str]
     size_bytes: int
     used_at: float
+
+    @property
+    def builder(self) -> str:
+        """Name of the function that built it, "module:function"."""
+        return str(self.key.get("builder", "unknown"))
+
+    @property
+    def arch(self) -> str:
+        """The architecture that it was compiled for."""
+        return str(self.key.get("arch", "unknown"))
 
     def intact(self) -> bool:
         """Whether every file is present, private and has the recorded digest."""
@@ -204,32 +214,38 @@ class DiskCache:
 
     def ls(self) -> list[Entry]:
         """All readable entries, the one used last first."""
-        entries = map(_read_entry, self._directories())
+        entries = map(_read_entry, self.paths())
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used_at)
 
     def size_bytes(self) -> int:
         """Size of all entries, damaged ones too."""
-        return sum(_size_bytes(path) for path in self._directories())
+        return sum(_size_bytes(path) for path in self.paths())
 
     def verify(self) -> list[Path]:
         """Directories of the entries that are damaged or not private; they would be rebuilt when asked for."""
-        return [path for path in self._directories() if not _is_sound(path)]
+        return [path for path in self.paths() if not _is_sound(path)]
 
     def clear(self) -> int:
         """Remove every entry; returns how many. Kernels already loaded go on working."""
-        directories = self._directories()
-        for path in directories:
+        paths = self.paths()
+        return len(paths) - len(self.remove(paths))
+
+    def remove(self, paths: Iterable[Path]) -> list[Path]:
+        """Remove entries by their directories, of `paths`, `verify` or `ls`; returns those that are still there."""
+        paths = list(paths)
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
-        return len(directories)
+        return [path for path in paths if path.exists()]
 
-    def _path(self, key: Mapping[str, Any]) -> Path:
-        return self.root / hashlib.sha256(_canonical(key).encode()).hexdigest()
-
-    def _directories(self) -> list[Path]:
+    def paths(self) -> list[Path]:
+        """Directories of all entries, damaged ones too."""
         if self.root is None:
             return []
         with os.scandir(self.root) as found:
             return [Path(item.path) for item in found if len(item.name) == 64 and item.is_dir(follow_symlinks=False)]
+
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        return self.root / hashlib.sha256(_canonical(key).encode()).hexdigest()
 
     def _commit(self, aside: Path, target: Path) -> None:
         """Rename `aside` to `target`; keeps a sound entry there, which another process has just stored."""
@@ -276,7 +292,7 @@ class DiskCache:
 
         Looks at file sizes and times only: full, the cache holds some 20 000 entries.
         """
-        sizes = {path: _size_bytes(path) for path in self._directories()}
+        sizes = {path: _size_bytes(path) for path in self.paths()}
         excess = sum(sizes.values()) - MAX_BYTES
         if excess > 0:
             for path in sorted(sizes, key=_modified_at):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuteforge.errors import ContractError
+from cuteforge.errors import ContractError, UnsupportedError
 
 _FLAG_WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 _LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -109,8 +109,20 @@ _CHECK = Variable(
 )
 _NVTX = Variable("CUTEFORGE_NVTX", "flag", False, "1: an NVTX range around every launch")
 _LOG = Variable("CUTEFORGE_LOG", "log level", None, "debug, info, warning or error: log to stderr from this level up")
+_KERNELS = Variable(
+    "CUTEFORGE_KERNELS", "flag", True, "0: no kernel of the library is launched; policy functions are served by torch"
+)
+_BACKEND = Variable(
+    "CUTEFORGE_BACKEND",
+    "text",
+    None,
+    "backend that policy functions try first: cuda, flash, torch_native, or one registered",
+)
 
-VARIABLES = (_ARCH, _CACHE_DIR, _DISK_CACHE, _CACHE_SIZE, _FAST_LAUNCH, _CHECK, _NVTX, _LOG)
+VARIABLES = (_ARCH, _CACHE_DIR, _DISK_CACHE, _CACHE_SIZE, _FAST_LAUNCH, _CHECK, _NVTX, _LOG, _KERNELS, _BACKEND)
+
+# The sentence that refuses a kernel then.
+KERNELS_OFF = f"{_KERNELS.name}=0 switches the kernels off"
 
 arch: Callable[[], str | None] = _reader(_ARCH)
 cache_dir: Callable[[], Path | None] = _reader(_CACHE_DIR)
@@ -120,18 +132,32 @@ fast_launch: Callable[[], bool] = _reader(_FAST_LAUNCH)
 check: Callable[[], bool] = _reader(_CHECK)
 nvtx: Callable[[], bool] = _reader(_NVTX)
 log_level: Callable[[], int | None] = _reader(_LOG)
+kernels: Callable[[], bool] = _reader(_KERNELS)
+backend: Callable[[], str | None] = _reader(_BACKEND)
 
 
 # What `launch_is_plain` looks for.
-_FAST_LAUNCH_NAME, _CHECK_NAME, _NVTX_NAME = map(_raw_name, (_FAST_LAUNCH, _CHECK, _NVTX))
+_FAST_LAUNCH_NAME, _CHECK_NAME, _NVTX_NAME, _KERNELS_NAME = map(_raw_name, (_FAST_LAUNCH, _CHECK, _NVTX, _KERNELS))
 
 
 def launch_is_plain() -> bool:
-    """Whether none of CUTEFORGE_FAST_LAUNCH, CUTEFORGE_CHECK and CUTEFORGE_NVTX is set: one look, 0.04 us for a launch.
+    """Whether none of CUTEFORGE_FAST_LAUNCH, _CHECK, _NVTX and _KERNELS is set: one look, 0.05 us for a launch.
 
-    Reading each for its value takes 0.15 us, which only a launch under one of them pays.
+    Reading each for its value takes 0.2 us, which only a launch under one of them pays.
     """
-    return not (_FAST_LAUNCH_NAME in _environ or _CHECK_NAME in _environ or _NVTX_NAME in _environ)
+    return not (
+        _FAST_LAUNCH_NAME in _environ or _CHECK_NAME in _environ or _NVTX_NAME in _environ or _KERNELS_NAME in _environ
+    )
+
+
+def require_kernels() -> None:
+    """Refuse to launch one where CUTEFORGE_KERNELS=0 switches them off.
+
+    Raises:
+        UnsupportedError: names the variable.
+    """
+    if not kernels():
+        raise UnsupportedError(KERNELS_OFF)
 
 
 def configure_logging() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cuteforge.__main__ import main
-from cuteforge.cli import attention, csa, demo, doctor, rotary, timing
+from cuteforge.cli import attention, bench, csa, demo, doctor, rotary, timing
+from cuteforge.cli.commands import COMMANDS
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache
@@ -44,13 +45,14 @@ def run_demo(monkeypatch, capsys, *cases, gpu=False):
 def test_no_command_prints_the_help(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert "demo" in text
-    assert "doctor" in text
+    assert all(name in text for name in COMMANDS)
 
 
 def test_help_needs_no_dependency():
     code = (
         "import sys\nfrom cuteforge.__main__ import main\nmain([])\n"
+        "for command in ('warmup', 'cache', 'bench'):\n"
+        "    try:\n        main([command, '--help'])\n    except SystemExit as end:\n        assert end.code == 0\n"
         "print([m for m in ('torch', 'rich', 'cutlass') if m in sys.modules])"
     )
     assert run(code).splitlines()[-1] == "[]"
@@ -316,13 +318,14 @@ def test_doctor_counts_entries_and_damaged_ones(monkeypatch, tmp_path):
     file = tmp_path / "kernel.o"
     file.write_bytes(b"code")
     cache = disk_cache.DiskCache()
-    for name in ("a", "b"):
-        entry = cache.store({"name": name}, "symbol", [file])
+    for builder in ("cuteforge.rotary.kernel:build", "cuteforge.csa.compressor.forward:build", "mine:build"):
+        entry = cache.store({"builder": builder}, "symbol", [file])
     (entry.path / "kernel.o").write_bytes(b"other")
     rows = doctor.cache()
     assert rows["usable"] == "yes"
-    assert rows["entries"].startswith("2, ")
+    assert rows["entries"].startswith("3, ")
     assert "1 damaged" in rows["entries"]
+    assert all(rows[f"  {family}"].startswith("1, ") for family in ("rotary", "csa", "mine"))
 
 
 def test_doctor_reports_a_cache_that_is_off(monkeypatch):
@@ -372,3 +375,70 @@ def test_doctor_survives_a_machine_where_everything_is_missing(monkeypatch, caps
     assert "nvidia-cutlass-dsl: not installed" in text
     assert "CUTEFORGE_DISK_CACHE: wanted 1 or 0" in text
     assert "none of cc, gcc, clang found" in text
+
+
+@pytest.fixture
+def scripts(monkeypatch, tmp_path):
+    """A checkout with two benchmarks; the scripts that `bench` runs of it, and a function that lets one fail."""
+    for name in ("harness", "bench_csa", "bench_rotary", "plots"):
+        (tmp_path / f"{name}.py").write_text("")
+    ran, failing = [], set()
+
+    def run_script(command, env, check):
+        name, arguments = command[1].removeprefix(f"{tmp_path}/"), command[2:]
+        ran.append((name, *arguments))
+        return types.SimpleNamespace(returncode=int(name in failing))
+
+    monkeypatch.setattr(bench, "BENCHMARKS_DIR", tmp_path)
+    monkeypatch.setattr(bench.subprocess, "run", run_script)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object())
+    return types.SimpleNamespace(ran=ran, fail=failing.add)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], [("bench_csa.py",), ("bench_rotary.py",)]),
+        (["rotary"], [("bench_rotary.py",)]),
+        (["csa", "--quick", "--json", "out"], [("bench_csa.py", "--quick", "--out", "out")]),
+        (["--plots", "drawn"], [("plots.py", "drawn")]),
+        (["csa", "--plots", "drawn"], [("bench_csa.py",), ("plots.py", "drawn")]),
+        (
+            ["csa", "--json", "out", "--plots", "drawn"],
+            [("bench_csa.py", "--out", "out"), ("plots.py", "drawn", "--results", "out")],
+        ),
+    ],
+)
+def test_bench_runs_what_is_asked_for_and_draws_what_it_wrote(scripts, options, expected):
+    assert main(["bench", *options]) == 0
+    assert scripts.ran == expected
+
+
+def test_bench_goes_on_after_a_benchmark_that_fails_and_says_which(scripts, capsys):
+    scripts.fail("bench_csa.py")
+    assert main(["bench"]) == 1
+    assert [name for name, *_ in scripts.ran] == ["bench_csa.py", "bench_rotary.py"]
+    assert capsys.readouterr().err == "failed: bench_csa.py\n"
+
+
+def test_bench_refuses_a_family_without_a_benchmark(scripts, capsys):
+    assert main(["bench", "csa", "conv"]) == 1
+    assert scripts.ran == []
+    assert "families: wanted some of csa, rotary, got 'conv'" in capsys.readouterr().err
+
+
+def test_bench_of_an_installed_package_says_what_is_missing(scripts, monkeypatch, tmp_path, capsys):
+    (tmp_path / "harness.py").unlink()
+    assert main(["bench"]) == 2
+    assert "no benchmarks in" in capsys.readouterr().err
+
+
+def test_bench_without_matplotlib_measures_nothing_first(scripts, monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "csa", "--plots", "drawn"]) == 2
+    assert scripts.ran == []
+    assert "cuteforge[bench]" in capsys.readouterr().err
+
+
+def test_bench_finds_the_benchmarks_of_this_checkout():
+    assert {"harness.py", "plots.py", "bench_csa.py"} <= {path.name for path in bench.BENCHMARKS_DIR.glob("*.py")}

@@ -23,7 +23,7 @@ LAYERS = (
     "torch_library",
     FAMILIES,
     "backends",
-    "cli",
+    ("integrations", "cli"),
     "__main__",
 )
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in ([layer] if isinstance(layer, str) else layer)}

@@ -47,7 +47,7 @@ def test_licence_is_complete():
 
 @pytest.mark.parametrize("name", sorted(cuteforge._MODULE_OF))
 def test_every_exported_name_exists(name):
-    assert getattr(cuteforge, name).__name__ == name
+    assert getattr(getattr(cuteforge, name), "__name__", name) == name  # a constant has none
 
 
 def test_no_compiled_artefact_is_shipped():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
@@ -64,6 +65,47 @@ def test_a_damaged_record_is_refused():
 
 def test_without_a_record_the_page_says_how_to_make_one():
     assert "benchmarks/bench_csa.py" in render_results.render("csa", [])
+
+
+def test_a_target_is_shown_met_missed_or_not_measured():
+    """A miss stands out; a peer that was not there is not taken for one that was beaten."""
+    rows = [
+        {**REPORT["rows"][0], "case": "3x8192 d512 r4 c2", "peers_us": {"cudnn-frontend": 40.0}},
+        {**REPORT["rows"][1], "case": "bound fwd", "metric": "host", "ours_us": 6.0, "peers_us": {"raw launch": 6.0}},
+    ]
+    lines = render_results.render_targets("csa", [{**REPORT, "rows": rows}]).splitlines()
+    assert lines[0] == "**NVIDIA H200**, 2026-01-01T00:00:00+00:00: 1 met, 1 missed, 0 not measured."
+    assert "| 3x8192 d512 r4 c2 | fwd | 30.0 | **missed** 0.75x of cudnn-frontend (bar <= 0.7x) |" in lines
+    assert "| bound fwd | host | 6.0 | met 1x of raw launch (bar <= 1.2x) |" in lines
+    alone = {**REPORT, "rows": [{**rows[0], "case": "16 tokens halves", "metric": "rotate", "peers_us": {}}]}
+    assert "0 met, 0 missed, 1 not measured" in render_results.render_targets("rotary", [alone])
+
+
+def test_targets_of_pages_are_against_dense_keys_pages_of_16_and_libraries():
+    beside = {render_results.bench_paged_attention.OURS_DENSE: 20.0, "torch cuDNN": 30.0}
+    row = {"case": "1x512 h32/8 d128 page 16", "metric": "decode", "peers_us": beside}
+    best, absolute, dense = render_results.bars_of("paged_attention", row)
+    assert (best.to, best.limit) == ("torch cuDNN", 0.7)
+    assert (absolute.kind, dense.to) == ("us", render_results.bench_paged_attention.OURS_DENSE)
+    (single,) = render_results.bars_of("paged_attention", {**row, "case": "1x512 h32/8 d128 page 1"})
+    assert single.to == "page 16"
+
+
+@pytest.mark.parametrize(
+    "record", sorted(BENCHMARKS.glob("results/*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_every_committed_row_has_its_target(record):
+    """A case that was renamed in a benchmark would silently lose its target, and so a miss. The smallest of a growth has none."""
+    rows = json.loads(record.read_text())["rows"]
+    without = [row["case"] for row in rows if not render_results.bars_of(record.stem, row)]
+    smallest = [row["case"] for row in rows if row["case"].startswith("growth") and not row["peers_us"]]
+    assert without == smallest
+
+
+def test_every_page_with_a_section_is_rendered():
+    docs = BENCHMARKS.parent / "docs"
+    with_section = {page for page in docs.glob("**/*.md") if render_results.BEGIN in page.read_text()}
+    assert with_section == set(render_results.rendered_pages())
 
 
 def test_pages_are_current_with_the_committed_records():

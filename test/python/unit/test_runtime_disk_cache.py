@@ -229,6 +229,24 @@ def test_listing_size_and_clear(root, files):
     assert root.exists()
 
 
+def test_removing_some_leaves_the_others_and_says_what_is_left(root, files, monkeypatch):
+    cache = DiskCache(root)
+    kept, gone = cache.store(KEY, "entry", files), cache.store(OTHER, "entry", files)
+    assert sorted(cache.paths()) == sorted((kept.path, gone.path))
+    assert cache.remove([gone.path]) == []
+    assert cache.paths() == [kept.path]
+    assert cache.remove([gone.path]) == [], "another process may have removed it"
+    monkeypatch.setattr(disk_cache.shutil, "rmtree", lambda path, ignore_errors: None)
+    assert cache.remove([kept.path]) == [kept.path]
+    assert cache.clear() == 0
+
+
+def test_entry_says_what_built_it_and_for_what(root, files):
+    entry = DiskCache(root).store({**KEY, "arch": "sm_90a"}, "entry", files)
+    assert (entry.builder, entry.arch) == ("module:build", "sm_90a")
+    assert DiskCache(root).store({"name": "of another form"}, "entry", files).arch == "unknown"
+
+
 def test_entries_used_longest_ago_are_removed_beyond_the_bound(root, files, monkeypatch):
     cache = DiskCache(root)
     keys = [{**KEY, "traits": str(i)} for i in range(4)]

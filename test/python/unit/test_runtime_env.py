@@ -2,11 +2,12 @@
 
 import logging
 import timeit
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from cuteforge.errors import ContractError
+from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 
 READERS = {
@@ -18,7 +19,11 @@ READERS = {
     "CUTEFORGE_CHECK": env.check,
     "CUTEFORGE_NVTX": env.nvtx,
     "CUTEFORGE_LOG": env.log_level,
+    "CUTEFORGE_KERNELS": env.kernels,
+    "CUTEFORGE_BACKEND": env.backend,
 }
+# What a launch looks at.
+LAUNCH_VARIABLES = ("CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_CHECK", "CUTEFORGE_NVTX", "CUTEFORGE_KERNELS")
 
 
 def test_every_variable_of_the_table_has_a_reader_and_its_default(monkeypatch):
@@ -50,6 +55,9 @@ def test_a_value_counts_from_the_next_read_on(monkeypatch):
         ("CUTEFORGE_CACHE_SIZE", "7", 7),
         ("CUTEFORGE_FAST_LAUNCH", "False", False),
         ("CUTEFORGE_LOG", "debug", logging.DEBUG),
+        ("CUTEFORGE_KERNELS", "0", False),
+        ("CUTEFORGE_BACKEND", "torch_native", "torch_native"),
+        ("CUTEFORGE_BACKEND", "", None),
     ],
 )
 def test_values(monkeypatch, name, text, value):
@@ -73,16 +81,32 @@ def test_a_bad_value_is_refused_naming_the_variable_at_every_read(monkeypatch, n
             READERS[name]()
 
 
-@pytest.mark.parametrize("name", ["CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_CHECK", "CUTEFORGE_NVTX"])
+@pytest.mark.parametrize("name", LAUNCH_VARIABLES)
 def test_launch_is_plain_until_a_variable_of_it_is_set(monkeypatch, name):
     """Set to any value, the default too: only then is the value read."""
-    for variable in ("CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_CHECK", "CUTEFORGE_NVTX"):
+    for variable in LAUNCH_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     assert env.launch_is_plain()
     monkeypatch.setenv(name, "1")
     assert not env.launch_is_plain()
     monkeypatch.delenv(name)
     assert env.launch_is_plain()
+
+
+@pytest.mark.parametrize(("text", "refuses"), [(None, False), ("1", False), ("0", True)])
+def test_kernels_are_required_until_switched_off(monkeypatch, text, refuses):
+    monkeypatch.delenv("CUTEFORGE_KERNELS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("CUTEFORGE_KERNELS", text)
+    with pytest.raises(UnsupportedError, match="CUTEFORGE_KERNELS=0") if refuses else nullcontext():
+        env.require_kernels()
+
+
+def test_looking_for_launch_variables_is_cheap_enough_for_a_launch(monkeypatch):
+    """0.05 us measured; 0.3 leaves room for a slow machine."""
+    for variable in LAUNCH_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    assert min(timeit.repeat(env.launch_is_plain, number=20_000, repeat=5)) / 20_000 < 0.3e-6
 
 
 def test_reading_a_flag_is_cheap_enough_for_a_launch():

@@ -19,7 +19,8 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 def _run_bytes(dims: Dims) -> int:
     """Alignment of base and rows: that of the widest access, up to 16 bytes, which divides half a row."""
-    return min(16, (dims["d"] * dims["itemsize"]) & -(dims["d"] * dims["itemsize"]))
+    row_bytes = max(dims["d"], 1) * dims["itemsize"]  # no columns are refused later, by name
+    return min(16, row_bytes & -row_bytes)
 
 
 def _rows(name: str, dims: str, dtypes: tuple[str, ...], role: str = "in") -> Operand:

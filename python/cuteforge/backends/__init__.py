@@ -1,0 +1,1 @@
+"""Policy: the only place that chooses which implementation serves a call."""

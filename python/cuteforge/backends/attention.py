@@ -1,0 +1,102 @@
+"""`attention`: the front door of all attention backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import assume_constant_result
+from torch.compiler import is_dynamo_compiling
+
+from cuteforge.backends import registry
+from cuteforge.backends.interface import AttentionBackend, Request, check_operands, find_fwd
+from cuteforge.backends.selection import Decision, Policy, constants, derivative_of, dtype_named
+
+if TYPE_CHECKING:
+    from cuteforge.backends.kv_cache import KVCache
+
+_policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for)
+registry.on_change(_policy.forget)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: Any = None, *,
+    scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.
+
+    Dims: B requests, L query tokens, S keys, Hq = G * Hkv heads, query head h reading KV head h // G; D and Dv head dims; T packed tokens.
+
+    Args:
+        q, k, v: without a cache ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``. With one the new tokens of its bound batch, packed:
+            ``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)``, in decode also ``(B, 1, H, D)``. k and v are stored in the cache, and attention
+            runs over all tokens of each request: call it once for each layer and bind.
+        kv_cache: a `KVCache` after `bind_prefill` or `bind_decode`.
+        layer_id: the layer of the cache.
+        attn_mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 broadcast. With a cache its columns are
+            positions, its rows the request's new tokens, and what it lacks counts as masked.
+        is_causal: query i of L sees key j iff ``j <= i + (S - L)``, L and S being those of the request; AND with the mask.
+        fwd: ``"decode"`` or ``"prefill"``; None: without a cache decode up to 16 query tokens, with one what was bound.
+        backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them: that one, or an error. None: the one of
+            `attn_backend`, else of CUTEFORGE_BACKEND, else the first by priority that serves the call.
+        scale: of the scores, any finite number; None is ``D**-0.5``.
+
+    Returns:
+        ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0. Calls that need a gradient are
+        served by a backend that has one; a cache keeps none.
+
+    Numerics: those of the backend; at least fp32 sums and one rounding of the result.
+
+    Raises:
+        ContractError: the arguments contradict each other; names the argument.
+        UnsupportedError: no backend serves the call, or not the one that was asked for; lists the refusals. Nothing was launched.
+    """
+    if is_dynamo_compiling():
+        chosen, fwd = _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, backend)
+    else:
+        request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd)
+        chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
+    return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale)
+
+
+def explain_attention(
+    q, k, v, kv_cache=None, layer_id=0, attn_mask=None, is_causal=False, fwd=None, backend=None, *, scale=None
+) -> Decision:
+    """What `attention` would do with these arguments; see `explain`."""
+    return _policy.decide(_facts(q, k, v, kv_cache, attn_mask, is_causal, fwd), backend)
+
+
+def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd) -> Request:
+    """The facts of a call, 1.5 us."""
+    try:
+        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+        ranks = (len(q_shape), len(k_shape), len(v_shape))
+        if ranks != (4, 4, 4) and (kv_cache is None or ranks != (3, 3, 3)):
+            check_operands(q, k, v, kv_cache)
+        return Request(
+            q.device, q.dtype, q_shape[-1], v_shape[-1], q_shape[-2], k_shape[-2], find_fwd(q, kv_cache, fwd),
+            kv_cache is not None, attn_mask is not None, bool(is_causal), derivative_of(q, k, v),
+        )  # fmt: skip
+    except AttributeError:
+        check_operands(q, k, v, kv_cache)
+        raise
+
+
+def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, backend) -> tuple[AttentionBackend, str]:
+    """The backend and `fwd` of a call that torch.compile traces: chosen once for a graph."""
+    if isinstance(backend, AttentionBackend):
+        return backend, find_fwd(q, kv_cache, fwd)
+    facts = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd)
+    sizes = constants(facts.head_dim, facts.v_dim, facts.num_heads, facts.num_kv_heads)
+    device, dtype = str(facts.device), str(facts.dtype)
+    name = _name_traced(device, dtype, sizes, *facts[6:], backend)
+    return registry.backends()[name], facts.fwd
+
+
+@assume_constant_result
+def _name_traced(device: str, dtype: str, sizes: tuple[int, ...], *rest: Any) -> str:
+    """Name of the backend. Runs while torch.compile traces: what it reads, context and environment, is no part of the graph's guards."""
+    *facts, backend = rest
+    request = Request(torch.device(device), dtype_named(dtype), *sizes, *facts)
+    return _policy.choose(request, backend, registry.context_backend()).name

@@ -1,0 +1,215 @@
+"""`compress`: the CSA/HCA compressor by the kernels, or in eager torch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo import assume_constant_result
+from torch.compiler import is_dynamo_compiling
+
+from cuteforge.backends import registry
+from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.backends.selection import Candidate, Decision, Policy, constants, derivative_of, dtype_named
+from cuteforge.csa.compressor import (
+    CSACompressorBackward,
+    CSACompressorForward,
+    csa_compressor_forward_wrapper,
+    reference,
+)
+from cuteforge.csa.compressor.wrapper import check_sizes, new_gradients, readable, row_count
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.tensor_spec import TensorSpec
+from cuteforge.torch_library import register_op
+
+_INPUTS = "Tensor kv, Tensor score, Tensor ape, Tensor cu_seqlens, Tensor cu_seqlens_comp"
+
+
+class Request(NamedTuple):
+    """The facts of a call that decide who serves it.
+
+    Attributes:
+        device, dtype: of kv.
+        columns: ``coff*d``.
+        derivative: as `selection.derivative_of`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    columns: int
+    ratio: int
+    coff: int
+    derivative: str | None
+
+
+def compress(
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int = 2,
+    cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None, backend: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """Gated pooling of a packed token stream, by the kernels on a GPU that runs them and in eager torch elsewhere.
+
+    Dims: T packed tokens, B segments, N output rows, d head dim. See `CSACompressorForward` for the operation.
+
+    Args:
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype.
+        ape: ``(ratio, coff*d)`` fp32.
+        cu_seqlens: ``(B+1,)`` int32, or int64, which is converted.
+        ratio, coff: the window: tokens a block, and 1 or 2 blocks. In eager torch any ratio.
+        cu_seqlens_comp: ``(B+1,)``; None builds it on the device: ``len_s // ratio`` rows for each segment.
+        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which synchronizes; given, nothing does. More rows than that is capacity padding, fewer
+            truncates.
+        backend: ``"cuda"`` or ``"torch_native"``: that one, or an error. None: the one of CUTEFORGE_BACKEND, else the first that serves the call.
+
+    Returns:
+        ``(N, d)``, dtype of kv, new memory; once differentiable for kv, score and ape.
+
+    Raises:
+        ContractError: the arguments contradict each other; names the argument.
+        UnsupportedError: the backend that was asked for does not serve the call.
+    """
+    request = _facts(kv, score, ape, ratio, coff)
+    chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
+    if cu_seqlens_comp is None:
+        _check_offsets(cu_seqlens)
+        cu_seqlens_comp = reference.build_cu_seqlens_comp(cu_seqlens, ratio)
+    return chosen.run(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp)
+
+
+def explain_compress(
+    kv, score, ape, cu_seqlens, *, ratio=4, coff=2, cu_seqlens_comp=None, total_comp=None, backend=None
+) -> Decision:
+    """What `compress` would do with these arguments; see `explain.explain`."""
+    return _policy.decide(_facts(kv, score, ape, ratio, coff), backend)
+
+
+def _facts(kv: Any, score: Any, ape: Any, ratio: int, coff: int) -> Request:
+    check_sizes(kv, None, ratio, coff)
+    for name, x in (("score", score), ("ape", ape)):
+        if not isinstance(x, torch.Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+    return Request(kv.device, kv.dtype, kv.shape[1], ratio, coff, derivative_of(kv, score, ape))
+
+
+def _check_offsets(cu_seqlens: Any) -> None:
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        got = f"shape {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        raise ContractError(f"cu_seqlens: wanted a tensor of shape (B+1), got {got}")
+
+
+# The kernels.
+
+
+def _refuse_kernel(request: Request) -> str | None:
+    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec)))
+    if request.derivative == "transform":
+        refusals.append("the kernels are not served by torch.func and forward-mode differentiation")
+    return "; ".join(refusals) or None
+
+
+def _sample_op(request: Request, spec: Spec) -> CSACompressorForward:
+    """The op of such calls, for one block."""
+    ratio, columns, coff = request.ratio, request.columns, request.coff
+    tokens, offsets = spec(ratio, columns, dtype=request.dtype), spec(2, dtype="int32")
+    ape, out = spec(ratio, columns, dtype="float32"), spec(1, columns // coff, dtype=request.dtype)
+    return CSACompressorForward(tokens, tokens, ape, offsets, offsets, out, ratio, coff)
+
+
+def _run_kernel(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp) -> torch.Tensor:
+    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
+    return csa_compressor_forward_wrapper(*inputs, ratio, None, coff, total_comp)["out"]
+
+
+# Eager torch, as an op: its backward is the kernels' formula, which keeps no window alive and ignores the gradients of capacity padding.
+
+
+def _run_eager(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp) -> torch.Tensor:
+    total_comp = row_count(int(cu_seqlens_comp[-1]) if total_comp is None else total_comp)
+    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
+    return torch.ops.cuteforge.csa_compressor_eager.default(*inputs, total_comp, ratio, coff)
+
+
+def _forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp: int, ratio: int, coff: int) -> torch.Tensor:
+    inputs = tuple(map(readable, (kv, score, ape, cu_seqlens, cu_seqlens_comp)))
+    out = _forward_fake(*inputs, total_comp, ratio, coff)
+    _check_contract(CSACompressorForward, (*inputs, out), ratio, coff)
+    return reference.compress_forward(*inputs, total_comp, ratio, coff)
+
+
+def _forward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio: int, coff: int) -> torch.Tensor:
+    return kv.new_empty((total_comp, kv.shape[1] // coff))
+
+
+def _backward(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int) -> tuple:
+    inputs = tuple(map(readable, (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)))
+    _check_contract(CSACompressorBackward, (*inputs, *new_gradients(kv, ratio)), ratio, coff)
+    return tuple(reference.compress_backward(*inputs, ratio, coff))
+
+
+def _backward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int) -> tuple:
+    return new_gradients(kv, ratio)
+
+
+def _check_contract(op_class: type, tensors: tuple, ratio: int, coff: int) -> None:
+    """Refuse what contradicts the signature of the kernels. Their limits are none of eager torch."""
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise ContractError(f"cu_seqlens: wanted all tensors on one device, got {', '.join(map(str, devices))}")
+    with contextlib.suppress(UnsupportedError):
+        op_class(*(TensorSpec(tuple(t.shape), t.dtype) for t in tensors), ratio, coff).check_support()
+
+
+def _save(ctx: Any, inputs: tuple, out: torch.Tensor) -> None:
+    *tensors, _, ctx.ratio, ctx.coff = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple:
+    op = torch.ops.cuteforge.csa_compressor_eager_backward.default
+    grads = op(*ctx.saved_tensors, grad_out, ctx.ratio, ctx.coff)
+    needed = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad))
+    return (*needed, None, None, None, None, None)
+
+
+register_op(
+    f"csa_compressor_eager_backward({_INPUTS}, Tensor grad_out, int ratio, int coff) -> (Tensor, Tensor, Tensor)",
+    cuda=_backward,
+    cpu=_backward,
+    fake=_backward_fake,
+)
+register_op(
+    f"csa_compressor_eager({_INPUTS}, SymInt total_comp, int ratio, int coff) -> Tensor",
+    cuda=_forward,
+    cpu=_forward,
+    fake=_forward_fake,
+    save=_save,
+    backward=_differentiate,
+)
+
+
+# The choice.
+
+
+def _refuse_eager(request: Request) -> str | None:
+    if request.derivative == "transform":
+        return "eager torch is an op here, not served by torch.func and forward-mode differentiation"
+    return None
+
+
+def _choose_traced(request: Request, backend: Any) -> Candidate:
+    """The candidate for a call that torch.compile traces, chosen once for a graph."""
+    sizes = constants(request.columns, request.ratio, request.coff)
+    return _CANDIDATES[_name_traced(str(request.device), str(request.dtype), sizes, request.derivative, backend)]
+
+
+@assume_constant_result
+def _name_traced(device: str, dtype: str, sizes: tuple[int, ...], derivative: str | None, backend: Any) -> str:
+    request = Request(torch.device(device), dtype_named(dtype), *sizes, derivative)
+    return _policy.choose(request, backend).name
+
+
+_CANDIDATES = {
+    "cuda": Candidate("cuda", _refuse_kernel, _run_kernel),
+    "torch_native": Candidate("torch_native", _refuse_eager, _run_eager),
+}
+_policy = Policy("compress", _CANDIDATES.values, lambda backend: registry.wish_among(_CANDIDATES, backend))

@@ -1,0 +1,84 @@
+"""The library's own attention kernels as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cuteforge.api_base import APIBase
+from cuteforge.attention import (
+    GQADecode,
+    GQAPrefill,
+    PagedGQADecode,
+    PagedGQAPrefill,
+    gqa_decode_wrapper,
+    gqa_prefill_wrapper,
+    paged_gqa_decode_wrapper,
+    paged_gqa_prefill_wrapper,
+)
+from cuteforge.backends.interface import DECODE, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.kernels import Spec, kernel_refusals
+
+_NO_DERIVATIVE = {
+    "graph": "the kernels have no derivative, and q, k or v requires grad",
+    "transform": "the kernels are not served by torch.func and forward-mode differentiation",
+}
+
+
+class CudaBackend(AttentionBackend):
+    """The CuTe-DSL kernels: bf16 and fp16 on CUDA, no derivative. Decode over a cache stores and attends in one launch."""
+
+    name = "cuda"
+    priority = 100
+
+    def refuse(self, request: Request) -> str | None:
+        return "; ".join(_refusals(request)) or None
+
+    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+        if kv_cache is None:
+            # One query token sees all keys either way: no second kernel for it.
+            options = {"mask": attn_mask, "causal": is_causal and q.shape[1] > 1, "softmax_scale": scale}
+            return gqa_decode_wrapper(q, k, v, **options)["out"]
+        batch = bound_batch(kv_cache)
+        rows, new_k, new_v = packed(q, k, v)
+        lengths = {"seqlens_k": batch.seqlens_k, "page_table_rows": batch.page_table_rows}
+        new = {"new_k": new_k, "new_v": new_v}
+        pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
+        out = paged_gqa_decode_wrapper(rows, *pools, **lengths, **new, mask=attn_mask, softmax_scale=scale)["out"]
+        return out if q.dim() == 3 else out.unsqueeze(1)
+
+    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+        options = {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}
+        if kv_cache is None:
+            return gqa_prefill_wrapper(q, k, v, **options)["out"]
+        batch = bound_batch(kv_cache)
+        rows, new_k, new_v = packed(q, k, v)
+        kv_cache.append(layer_id, new_k, new_v)
+        lengths = {"seqlens_k": batch.seqlens_k, "page_table_rows": batch.page_table_rows}
+        pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
+        out = paged_gqa_prefill_wrapper(rows, *pools, batch.cu_seqlens_q, **lengths, **options)["out"]
+        return out if q.dim() == 3 else out.unsqueeze(1)
+
+
+def _refusals(request: Request) -> Iterator[str]:
+    yield from kernel_refusals(request.device, lambda spec: _sample_op(request, spec))
+    if request.derivative is not None:
+        yield _NO_DERIVATIVE[request.derivative]
+
+
+def _sample_op(request: Request, spec: Spec) -> APIBase:
+    """The op of such calls, for one token each: extents are no limit of the kernels."""
+    dtype = request.dtype
+    queries, keys = (1, 1, request.num_heads), (1, 1, request.num_kv_heads)
+    q, out = spec(*queries, request.head_dim, dtype=dtype), spec(*queries, request.v_dim, dtype=dtype)
+    k, v = spec(*keys, request.head_dim, dtype=dtype), spec(*keys, request.v_dim, dtype=dtype)
+    options = {"mask": spec(1, 1, dtype="bool") if request.has_mask else None, "causal": request.is_causal}
+    is_decode = request.fwd == DECODE
+    if not request.is_cached:
+        return (GQADecode if is_decode else GQAPrefill)(q, k, v, out, **options)
+    table, one = spec(1, 1, dtype="int32"), spec(1, dtype="int32")
+    lengths = {"seqlens_k": one, "page_table_rows": one}
+    q, out = (spec(*queries[1:], dim, dtype=dtype) for dim in (request.head_dim, request.v_dim))
+    if is_decode:
+        new = {f"new_{name}": spec(1, x.shape[2], x.shape[3], dtype=dtype) for name, x in (("k", k), ("v", v))}
+        return PagedGQADecode(q, k, v, table, out, **lengths, **new, **options)
+    return PagedGQAPrefill(q, k, v, table, spec(2, dtype="int32"), out, **lengths, **options)

@@ -1,0 +1,134 @@
+"""What an attention backend is, and the facts of a call that it may refuse."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from cuteforge.attention.api import MAX_DECODE_TOKENS
+from cuteforge.errors import ContractError
+
+if TYPE_CHECKING:
+    from cuteforge.backends.kv_cache import Batch, KVCache
+
+DECODE, PREFILL = "decode", "prefill"
+
+
+class Request(NamedTuple):
+    """The facts of a call of `attention` that decide who serves it; sizes that vary from call to call are none.
+
+    Attributes:
+        device, dtype: of q.
+        fwd: ``"decode"`` or ``"prefill"``.
+        is_cached: over a KVCache.
+        derivative: as `selection.derivative_of`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+    num_heads: int
+    num_kv_heads: int
+    fwd: str
+    is_cached: bool
+    has_mask: bool
+    is_causal: bool
+    derivative: str | None
+
+
+class AttentionBackend(ABC):
+    """An implementation of attention that the policy may choose.
+
+    Attributes:
+        name: what users ask for it by.
+        priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0 (torch_native, which serves
+            everything): one below 0 serves only where it is asked for.
+    """
+
+    name: ClassVar[str]
+    priority: ClassVar[int] = -1
+
+    @abstractmethod
+    def refuse(self, request: Request) -> str | None:
+        """Why calls with these facts are not served, as a sentence that names the limit, or None. Asked once for equal facts."""
+
+    @abstractmethod
+    def fwd_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
+        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of a few query tokens; arguments and result as of `attention`. Stores k and v in the cache, if there is one."""
+
+    @abstractmethod
+    def fwd_prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
+        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `fwd_decode`, of many query tokens."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
+        attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`fwd_decode` or `fwd_prefill`, as `fwd` says, or the number of query tokens; see `find_fwd`."""
+        run = self.fwd_decode if find_fwd(q, kv_cache, fwd) == DECODE else self.fwd_prefill
+        return run(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+
+
+def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:
+    """``"decode"`` or ``"prefill"``: `fwd`, or else with a cache what it is bound to, and without one decode up to 16 query tokens.
+
+    Raises:
+        ContractError: `fwd` is neither, or decode over a cache that is bound to a prefill; or the cache is not bound.
+    """
+    if fwd is not None and fwd not in (DECODE, PREFILL):
+        raise ContractError(f"fwd: wanted None, {DECODE!r} or {PREFILL!r}, got {fwd!r}")
+    if kv_cache is None:
+        return fwd or (DECODE if q.shape[1] <= MAX_DECODE_TOKENS else PREFILL)
+    is_decode = bound_batch(kv_cache).is_decode
+    if fwd == DECODE and not is_decode:
+        raise ContractError(f"fwd: wanted None or {PREFILL!r} for a cache that bind_prefill bound, got {fwd!r}")
+    return fwd or (DECODE if is_decode else PREFILL)
+
+
+def bound_batch(kv_cache: Any) -> Batch:
+    """The batch that the cache is bound to.
+
+    Raises:
+        ContractError: none.
+    """
+    if kv_cache.batch is None:
+        raise ContractError("kv_cache: wanted one with a batch, by bind_prefill or bind_decode, got none bound")
+    return kv_cache.batch
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The new tokens of a bound batch as ``(T, H, D)``: in decode they may come as ``(B, 1, H, D)``."""
+    return tuple(x if x.dim() == 3 else _without_length(name, x) for name, x in zip("qkv", (q, k, v)))
+
+
+def _without_length(name: str, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] != 1:
+        raise ContractError(f"{name}: wanted shape (T, H, D), or (B, 1, H, D) in decode, got {tuple(x.shape)}")
+    return x.squeeze(1)
+
+
+def check_operands(q: Any, k: Any, v: Any, kv_cache: Any) -> None:
+    """Refuse what is no tensor, and ranks that no call has.
+
+    Raises:
+        ContractError: names the argument.
+    """
+    for name, x in zip("qkv", (q, k, v)):
+        if not isinstance(x, torch.Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+    for name, x in zip("qkv", (q, k, v)):
+        tail = f"{'Hq' if name == 'q' else 'Hkv'}, {'Dv' if name == 'v' else 'D'})"
+        ranks, wanted = (4,), f"(B, {'L' if name == 'q' else 'S'}, {tail}"
+        if kv_cache is not None:
+            ranks, wanted = (3, 4), f"(T, {tail}, or (B, 1, {tail} in decode"
+        if x.dim() not in ranks:
+            raise ContractError(f"{name}: wanted shape {wanted}, got {tuple(x.shape)}")

@@ -1,0 +1,86 @@
+"""The library's kernels by name, and why one does not run somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cuteforge.api_base import APIBase
+from cuteforge.attention import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill
+from cuteforge.csa.compressor import CSACompressorBackward, CSACompressorForward
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.rotary import RotaryEmbedding
+from cuteforge.runtime import arch, cutlass_compat, env
+from cuteforge.tensor_spec import TensorSpec
+
+Spec = Callable[..., TensorSpec]
+
+# A common call of each kernel: ``sample(spec)``, where ``spec(*shape, dtype=bfloat16)`` is a tensor on the device in question.
+_SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
+    "gqa_decode": lambda spec: GQADecode(*[spec(1, 1, 1, 128)] * 4),
+    "gqa_prefill": lambda spec: GQAPrefill(*[spec(1, 1, 1, 128)] * 4),
+    "paged_gqa_decode": lambda spec: PagedGQADecode(
+        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(1, 1, 128), seqlens_k=spec(1, dtype="int32")
+    ),
+    "paged_gqa_prefill": lambda spec: PagedGQAPrefill(
+        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(2, dtype="int32"), spec(1, 1, 128),
+        seqlens_k=spec(1, dtype="int32"),
+    ),
+    "merge_state": lambda spec: MergeState(*[spec(1, 1, 128), spec(1, 1, dtype="float32")] * 3),
+    "rotary": lambda spec: RotaryEmbedding(spec(1, 1, 128), spec(1, 64, 2, dtype="float32"), spec(1, 1, 128)),
+    "csa_compressor_forward": lambda spec: CSACompressorForward(*_compressor_inputs(spec), spec(1, 128)),
+    "csa_compressor_backward": lambda spec: CSACompressorBackward(
+        *_compressor_inputs(spec), spec(1, 128), *[spec(4, 256)] * 2, spec(4, 256, dtype="float32")
+    ),
+}  # fmt: skip
+
+KERNEL_NAMES = tuple(_SAMPLES)
+
+
+def is_available(name: str) -> bool:
+    """Whether a kernel runs on torch's current GPU: there is one, the kernel serves it, a compiler is installed, and CUTEFORGE_KERNELS is not 0.
+
+    Raises:
+        ContractError: not one of KERNEL_NAMES.
+    """
+    if name not in _SAMPLES:
+        raise ContractError(f"name: wanted one of {', '.join(KERNEL_NAMES)}, got {name!r}")
+    if not torch.cuda.is_available():
+        return False
+    device = torch.device("cuda", torch.cuda.current_device())
+    return next(kernel_refusals(device, _SAMPLES[name]), None) is None
+
+
+def kernel_refusals(device: torch.device, sample: Callable[[Spec], APIBase]) -> Iterator[str]:
+    """Why the op ``sample(spec)`` does not run on `device`, in sentences; none where it does."""
+    if not env.kernels():
+        yield env.KERNELS_OFF
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        yield f"the kernels run on CUDA, this call is on {device}"
+
+    def spec(*shape: int, dtype: Any = "bfloat16") -> TensorSpec:
+        return TensorSpec(shape, dtype, device=str(device) if is_gpu else "cuda")
+
+    try:
+        sample(spec).check_support()
+        if is_gpu:
+            _check_toolchain(device)
+    except (ContractError, UnsupportedError) as error:
+        yield str(error)
+
+
+def _check_toolchain(device: torch.device) -> None:
+    """Refuse a GPU that the code compiled here would not run on."""
+    target = arch.resolve_arch(None, device.index).name
+    major, minor = torch.cuda.get_device_capability(device)
+    if not arch.runs_on(target, (major, minor)):
+        raise UnsupportedError(f"CUTEFORGE_ARCH={target} is not run by {device} of compute capability {major}.{minor}")
+    cutlass_compat.toolchain_fingerprint()
+
+
+def _compressor_inputs(spec: Spec) -> tuple[TensorSpec, ...]:
+    offsets = spec(2, dtype="int32")
+    return spec(4, 256), spec(4, 256), spec(4, 256, dtype="float32"), offsets, offsets

@@ -1,0 +1,347 @@
+"""Keys and values of many requests in the pages of one pool, and what attention over them needs to know of a step.
+
+Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims of keys and values, ``R`` rows and ``C`` columns of the
+page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuteforge.backends.page_allocator import CacheFull, PageAllocator, Request, TableEntry
+from cuteforge.errors import ContractError
+from cuteforge.runtime.streams import is_capturing
+from cuteforge.torch_library import refuse_grad
+
+__all__ = ["Batch", "CacheFull", "KVCache"]
+
+_Tensor = torch.Tensor
+_MAX_PAGES = 2**31 - 2  # page numbers are int32, and page 0 is scratch
+_SCRATCH_SLOT = 0  # the first one of the scratch page
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step that a cache is bound to, as attention takes it. All tensors are views of the cache's own, which later steps change in place.
+
+    Attributes:
+        page_table: ``(R, C)`` int32.
+        page_table_rows: ``(B,)`` int32, the row of each request.
+        seqlens_k: ``(B,)`` int32, tokens of each request, the new ones included; 0 for a padding row.
+        cu_seqlens_q: ``(B+1,)`` int32, where the new tokens of each request start among all; 0, 1, … in decode.
+        slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page, for a padding row.
+        positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
+        is_decode: one new token for each request.
+        max_new: the most new tokens of a request.
+    """
+
+    page_table: torch.Tensor
+    page_table_rows: torch.Tensor
+    seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    is_decode: bool
+    max_new: int
+
+
+class KVCache:
+    """A paged cache of keys and values for all layers of a model.
+
+    A step of a model is: `bind_prefill` or `bind_decode`, which say what new tokens come and reserve their pages; then, layer by layer, attention,
+    which stores their keys and values (`append`) and reads `batch`. A bound token counts as stored: bring it before the next bind.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the model.
+        num_pages: that requests can hold. The pool has one more: page 0 is scratch, where padding rows of a batch store.
+        page_size: tokens of a page.
+        max_requests: requests at a time, R.
+        max_seqlen: tokens that a request may have; the table has ``C = ceil(max_seqlen / page_size)`` columns.
+        v_head_dim: Dv; None is `head_dim`.
+        dtype, device: of the pool.
+
+    The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)`` elements, all keys before all
+    values, not initialised: what no token was stored to holds anything, NaN too. Pool and metadata are allocated here and nowhere else, and
+    changed in place, on torch's current stream and without waiting for it: captured graphs stay right. Not thread-safe.
+
+    Raises:
+        ContractError: an argument out of range.
+    """
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *, num_pages: int, page_size: int = 16, max_requests: int = 256,
+        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: Any = "cuda",
+    ) -> None:  # fmt: skip
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+        limits = {"page_size": page_size, "max_requests": max_requests, "max_seqlen": max_seqlen}
+        for name, value in {"num_pages": num_pages, **sizes, **limits}.items():
+            _checked_int(name, value, at_least=1)
+        if num_pages > _MAX_PAGES:
+            raise ContractError(f"num_pages: wanted at most {_MAX_PAGES}, got {num_pages}")
+        self.num_layers, self.page_size, self.max_requests, self.max_seqlen = num_layers, *limits.values()
+        self._allocator = PageAllocator(num_pages, **limits)
+        self.batch: Batch | None = None
+        # The requests of the batch; and of a decode their numbers and the number of rows.
+        self._bound: list[Request] = []
+        self._decode_key: tuple[list[int], int] | None = None
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._allocate_pool(num_layers, num_kv_heads, (head_dim, v_head_dim), dtype, device)
+            self._allocate_metadata()
+
+    @classmethod
+    def contiguous(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
+        v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: Any = "cuda",
+    ) -> KVCache:  # fmt: skip
+        """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
+        ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.
+
+        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none is freed.
+        """
+        for name, value in {"batch": batch, "max_seqlen": max_seqlen, "page_size": page_size}.items():
+            _checked_int(name, value, at_least=1)
+        limits = {"page_size": page_size, "max_requests": batch, "max_seqlen": max_seqlen}
+        num_pages = batch * -(-max_seqlen // page_size)
+        heads = {"v_head_dim": v_head_dim, "dtype": dtype, "device": device}
+        cache = cls(num_layers, num_kv_heads, head_dim, num_pages=num_pages, **limits, **heads)
+        cache._allocator = PageAllocator(num_pages, **limits, owns_runs=True)
+        return cache
+
+    def _allocate_pool(
+        self, num_layers: int, num_kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: Any
+    ) -> None:
+        tokens = (self._allocator.num_pages + 1) * self.page_size
+        sizes = [num_layers * tokens * num_kv_heads * dim for dim in dims]
+        memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = memory[: sizes[0]], memory[sizes[0] :]
+        flat = [part.view(num_layers, tokens, num_kv_heads, dim) for part, dim in zip(parts, dims)]
+        # Views of each layer, made once: by slot (P*ps, Hkv, D), and by page.
+        self._flat_pools = [[pool[layer] for layer in range(num_layers)] for pool in flat]
+        self._pools = [[layer.unflatten(0, (-1, self.page_size)) for layer in pool] for pool in self._flat_pools]
+        self.device, self.dtype = memory.device, dtype
+
+    def _allocate_metadata(self) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        rows = self.max_requests
+        # New tokens all have a place of their own in the pool, but for padding rows.
+        most_new = max(self._allocator.num_pages * self.page_size, rows)
+        self._page_table = zeros(rows, self._allocator.max_columns)
+        self._rows, self._seqlens, self._cu_seqlens = zeros(rows), zeros(rows), zeros(rows + 1)
+        self._positions, self._slots = zeros(most_new), zeros(most_new, dtype=torch.int64)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no request holds; the scratch page does not count."""
+        return self._allocator.num_free_pages
+
+    def k_pool(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view."""
+        return self._pools[0][self._checked_layer(layer)]
+
+    def v_pool(self, layer: int) -> torch.Tensor:
+        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view."""
+        return self._pools[1][self._checked_layer(layer)]
+
+    def _checked_layer(self, layer: int) -> int:
+        if not 0 <= layer < self.num_layers:
+            raise ContractError(f"layer: wanted one in [0, {self.num_layers}), got {layer!r}")
+        return layer
+
+    def add(self, tokens: Sequence[int] | None = None) -> int:
+        """A new request without tokens, or with those of its prompt that the cache already has.
+
+        Args:
+            tokens: ids of the prompt. Whole pages of another request that hold exactly its start are shared, reference counted, and need not be
+                computed again: `cached_tokens`. A page is shared once it was bound full by a request that was added with its tokens, and while one
+                of those that hold it is there. Shared pages are never written, as only full ones are shared, so there is nothing to copy on a write.
+                The last token of the prompt is never taken as stored: a model has to compute at least that one.
+
+        Returns:
+            The request's number, never used again after `free`.
+
+        Raises:
+            ContractError: not a sequence of int, or longer than max_seqlen.
+            CacheFull: there are max_requests requests.
+        """
+        return self._allocator.add(tokens).id
+
+    def free(self, request: int) -> None:
+        """Give back a request: its row, and its pages where nobody shares them. A batch with it is bound no more."""
+        if self._allocator[request] in self._bound:
+            self.batch, self._bound, self._decode_key = None, [], None
+        self._allocator.free(request)
+
+    def seqlen(self, request: int) -> int:
+        """Tokens of a request, those included that the bound batch brings."""
+        return self._allocator[request].num_tokens
+
+    def cached_tokens(self, request: int) -> int:
+        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them."""
+        return self._allocator[request].num_cached
+
+    def bind_prefill(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
+        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order; a prompt may come in several such parts.
+
+        Raises:
+            ContractError: a request that is unknown or there twice, a length below 0, or a request longer than max_seqlen.
+            CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
+            RuntimeError: torch's current stream is being captured.
+        """
+        bound = self._find(requests)
+        counts = [_checked_int(f"lengths[{i}]", n, at_least=0) for i, n in enumerate(lengths)]
+        if len(counts) != len(bound):
+            raise ContractError(f"lengths: wanted {len(bound)}, one a request, got {len(counts)}")
+        self._bind(bound, counts)
+        self._decode_key = None
+
+    def bind_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
+        """The next calls bring one new token of each request.
+
+        With the requests of the last call, in the same order, it is `step`: counters advance on the device, in place.
+
+        Args:
+            requests: in the order of the tokens.
+            pad_to: rows of the batch; those past the requests have no tokens and store to the scratch page. None: none are added.
+
+        Raises:
+            As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
+        """
+        requests = list(requests)
+        num_rows = len(requests) if pad_to is None else _checked_int("pad_to", pad_to, at_least=0)
+        if self._decode_key == (requests, num_rows):
+            self.step()
+            return
+        bound = self._find(requests)
+        if not len(bound) <= num_rows <= self.max_requests:
+            raise ContractError(f"pad_to: wanted from {len(bound)} to max_requests = {self.max_requests}, got {pad_to}")
+        self._bind(bound, [1] * len(bound), num_padding=num_rows - len(bound), is_decode=True)
+        self._decode_key = requests, num_rows
+
+    def step(self) -> None:
+        """One more new token for each request of the bound decode: three additions on the device, and an upload when a request starts a page.
+
+        Raises:
+            RuntimeError: no decode is bound, or torch's current stream is being captured.
+            ContractError, CacheFull: as `bind_decode`.
+        """
+        if self._decode_key is None:
+            raise RuntimeError("step: no decode is bound; call bind_decode first")
+        count = len(self._bound)
+        entries = self._reserve(self._bound, [1] * count)
+        for counter in (self._seqlens, self._positions, self._slots):
+            counter[:count].add_(1)
+        if entries:
+            self._list_pages(entries)
+            index_of_row = {request.row: i for i, request in enumerate(self._bound)}
+            starts = self._upload([[index_of_row[e.row] for e in entries], [e.page * self.page_size for e in entries]])
+            self._slots.index_copy_(0, *starts)
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the new tokens' keys and values in a layer, on torch's current stream, without waiting for it. Can be captured.
+
+        Args:
+            k, v: ``(T, Hkv, D)`` and ``(T, Hkv, Dv)`` in the cache's dtype and on its device, any strides, one token for each of ``batch.slots``.
+
+        Raises:
+            ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.
+            RuntimeError: no batch is bound.
+        """
+        if self.batch is None:
+            raise RuntimeError("append: no batch is bound; call bind_prefill or bind_decode first")
+        layer, slots = self._checked_layer(layer), self.batch.slots
+        pools = [pools[layer] for pools in self._flat_pools]
+        for name, new, pool in zip("kv", (k, v), pools):
+            self._check_new(name, new, (len(slots), *pool.shape[1:]))
+        refuse_grad("kv", (k, v), "KVCache.append")
+        for new, pool in zip((k, v), pools):
+            pool.index_copy_(0, slots, new)
+
+    def _check_new(self, name: str, new: Any, shape: tuple[int, ...]) -> None:
+        if not isinstance(new, torch.Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(new).__name__}")
+        wanted, got = (shape, self.dtype, self.device), (tuple(new.shape), new.dtype, new.device)
+        if got != wanted:
+            raise ContractError(f"{name}: wanted {_describe(*wanted)}, got {_describe(*got)}")
+
+    def _find(self, requests: Sequence[int]) -> list[Request]:
+        bound, seen = [], {}
+        for i, number in enumerate(requests):
+            bound.append(self._allocator[number])
+            if (first := seen.setdefault(number, i)) != i:
+                raise ContractError(f"requests: wanted each once, got request {number} at {first} and {i}")
+        return bound
+
+    def _reserve(self, requests: list[Request], counts: list[int]) -> list[TableEntry]:
+        # What a capture records would be copied again, from memory that is no longer there, at each replay.
+        if is_capturing():
+            raise RuntimeError("a cache is bound before a capture and before each replay, not under capture")
+        return self._allocator.reserve(requests, counts)
+
+    def _bind(self, bound: list[Request], counts: list[int], *, num_padding: int = 0, is_decode: bool = False) -> None:
+        """Reserve ``counts[i]`` new tokens of each request, then write all metadata of the batch, padding rows after the requests."""
+        entries = self._reserve(bound, counts)
+        self._list_pages(entries)
+        num_rows, padding = len(bound) + num_padding, [0] * num_padding
+        # A padding row has a query, which sees no key: it takes a place among the new tokens.
+        offsets = list(itertools.accumulate([*counts, *[1] * num_padding], initial=0))
+        facts = ([r.row for r in bound] + padding, [r.num_tokens for r in bound] + padding, offsets)
+        buffers = (self._rows[:num_rows], self._seqlens[:num_rows], self._cu_seqlens[: num_rows + 1])
+        for buffer, values in zip(buffers, facts):
+            buffer.copy_(self._on_host(values, torch.int32), non_blocking=True)
+        tokens = self._positions[: offsets[-1]], self._slots[: offsets[-1]]
+        self._locate(*buffers, *tokens)
+        positions, slots = tokens
+        max_new = max(counts, default=min(num_padding, 1))
+        self.batch = Batch(self._page_table, *buffers, slots, positions, is_decode, max_new)
+        self._bound = bound
+
+    def _locate(self, rows: _Tensor, seqlens: _Tensor, cu_seqlens: _Tensor, positions: _Tensor, slots: _Tensor) -> None:
+        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100 000 of a prefill."""
+        token = torch.arange(len(slots), dtype=torch.int32, device=self.device)
+        # The number of tokens is given: finding it would wait for the device.
+        request = torch.arange(len(rows), device=self.device).repeat_interleave(
+            cu_seqlens.diff(), output_size=len(slots)
+        )
+        # The last new token is the last one of its request. A padding row has none: -1.
+        position = seqlens[request] + token - cu_seqlens[request + 1]
+        is_padding = position < 0
+        position = position.clamp_(min=0)
+        page = self._page_table[rows[request], position // self.page_size].long()
+        positions.copy_(position)
+        slots.copy_((page * self.page_size + position % self.page_size).masked_fill_(is_padding, _SCRATCH_SLOT))
+
+    def _list_pages(self, entries: list[TableEntry]) -> None:
+        """Write new entries of the page table."""
+        if entries:
+            columns = self._page_table.shape[1]
+            places, pages = self._upload([[e.row * columns + e.column for e in entries], [e.page for e in entries]])
+            self._page_table.view(-1).index_copy_(0, places, pages.int())
+
+    def _upload(self, values: list[list[int]]) -> torch.Tensor:
+        """int64 on the device."""
+        return self._on_host(values, torch.int64).to(self.device, non_blocking=True)
+
+    def _on_host(self, values: list, dtype: torch.dtype) -> torch.Tensor:
+        """In pinned memory for a GPU, so that a copy does not wait; torch keeps the memory until the copy is done."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def _checked_int(name: str, value: Any, *, at_least: int) -> int:
+    """`value` as an int; any integer type but bool."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < at_least:
+        raise ContractError(f"{name}: wanted an int of {at_least} or more, got {value!r}")
+    return operator.index(value)
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {shape} on {device}"

@@ -1,0 +1,146 @@
+"""The attention backends by name, and how one is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from cuteforge.backends.cuda import CudaBackend
+from cuteforge.backends.flash import FlashAttnBackend
+from cuteforge.backends.interface import AttentionBackend
+from cuteforge.backends.selection import ARGUMENT, CONTEXT, ENVIRONMENT, PRIORITY, Wish
+from cuteforge.backends.torch_native import TorchNativeBackend
+from cuteforge.errors import ContractError
+from cuteforge.runtime import env
+
+_Backend = TypeVar("_Backend", bound="AttentionBackend | type[AttentionBackend]")
+
+
+class ATTN_BACKEND(enum.Enum):
+    """The library's own backends; the values are their names."""
+
+    CUDA = CudaBackend.name
+    FLASH = FlashAttnBackend.name
+    TORCH_NATIVE = TorchNativeBackend.name
+
+
+# Largest priority first. Replaced, never changed, so that readers need no lock.
+_backends: dict[str, AttentionBackend] = {}
+_lock = threading.Lock()
+# Called when a backend was registered: what was decided before may be decided otherwise.
+_listeners: list[Callable[[], None]] = []
+# What `attn_backend` asks for. A thread starts without, an async task with what its creator has.
+_context: contextvars.ContextVar[AttentionBackend | None] = contextvars.ContextVar("attn_backend", default=None)
+
+
+def register_backend(backend: _Backend) -> _Backend:
+    """Make a backend known by its name and, with a priority of 0 or more, part of every choice. Usable as a class decorator.
+
+    Args:
+        backend: an `AttentionBackend`, or its class, which is called without arguments. A later one of the same name takes its place.
+
+    Returns:
+        `backend`.
+
+    Raises:
+        ContractError: no backend, or its name is no text.
+    """
+    global _backends
+    instance = backend() if isinstance(backend, type) and issubclass(backend, AttentionBackend) else backend
+    if not isinstance(instance, AttentionBackend):
+        raise ContractError(f"backend: wanted an AttentionBackend or a class of them, got {backend!r}")
+    if not isinstance(getattr(instance, "name", None), str):
+        raise ContractError(f"backend: wanted a name of type str, got {getattr(instance, 'name', None)!r}")
+    with _lock:
+        known = {**_backends, instance.name: instance}
+        _backends = dict(sorted(known.items(), key=lambda item: -item[1].priority))
+    for listener in _listeners:
+        listener()
+    return backend
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call `listener` after each registration."""
+    _listeners.append(listener)
+
+
+def backends() -> dict[str, AttentionBackend]:
+    """The registered backends by name, largest priority first."""
+    return _backends
+
+
+def resolve(backend: Any, argument: str = "backend") -> AttentionBackend:
+    """The backend that a member of ATTN_BACKEND, a name, a class or an instance means.
+
+    A class is the registered instance of it, or a new one.
+
+    Raises:
+        ContractError: none of these, or a name that is not registered; names `argument`.
+    """
+    if isinstance(backend, AttentionBackend):
+        return backend
+    if isinstance(backend, type) and issubclass(backend, AttentionBackend):
+        return next((known for known in _backends.values() if type(known) is backend), None) or backend()
+    name = backend.value if isinstance(backend, ATTN_BACKEND) else backend
+    if name not in _backends if isinstance(name, str) else True:
+        wanted = "a member of ATTN_BACKEND, an AttentionBackend, or one of " + ", ".join(_backends)
+        raise ContractError(f"{argument}: wanted {wanted}, got {backend!r}")
+    return _backends[name]
+
+
+@contextlib.contextmanager
+def attn_backend(backend: Any) -> Iterator[AttentionBackend]:
+    """Within it `attention` runs on this backend or raises, in this thread and in the async tasks that start here.
+
+    Args:
+        backend: as `resolve`: a member of ATTN_BACKEND, a name, a class or an instance.
+
+    Yields the backend. Contexts nest; an argument `backend` of a call comes before them. A compiled function keeps the backend that was in
+    force when it was traced.
+
+    Raises:
+        ContractError: no backend of that name.
+    """
+    chosen = resolve(backend)
+    token = _context.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _context.reset(token)
+
+
+def context_backend() -> AttentionBackend | None:
+    """What `attn_backend` asks for here."""
+    return _context.get()
+
+
+def wish_for(backend: Any) -> Wish:
+    """What is wanted of a call with the argument `backend`: argument before context before environment before priority."""
+    if backend is not None:
+        return Wish(ARGUMENT, resolve(backend))
+    if (chosen := _context.get()) is not None:
+        return Wish(CONTEXT, chosen)
+    if (name := env.backend()) is not None:
+        return Wish(ENVIRONMENT, resolve(name, "CUTEFORGE_BACKEND"))
+    return Wish(PRIORITY)
+
+
+def wish_among(candidates: dict[str, Any], backend: Any) -> Wish:
+    """As `wish_for`, for a policy function with candidates of its own. What the environment names may be none of them."""
+    if backend is not None:
+        name = backend.value if isinstance(backend, ATTN_BACKEND) else backend
+        if not isinstance(name, str) or name not in candidates:
+            raise ContractError(f"backend: wanted one of {', '.join(candidates)}, got {backend!r}")
+        return Wish(ARGUMENT, candidates[name])
+    name = env.backend()
+    if name is not None and resolve(name, "CUTEFORGE_BACKEND").name in candidates:
+        return Wish(ENVIRONMENT, candidates[name])
+    return Wish(PRIORITY)
+
+
+for _own in (CudaBackend, FlashAttnBackend, TorchNativeBackend):
+    register_backend(_own)

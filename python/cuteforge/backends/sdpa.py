@@ -1,0 +1,102 @@
+"""Attention by torch's scaled_dot_product_attention, with this library's masks, corner and empty rows.
+
+Dims: ``B`` requests, ``L`` query tokens, ``S`` keys, ``Hq = G * Hkv`` heads, ``D`` and ``Dv`` head dims, ``T`` packed tokens. A mask that is ready
+for scores is called `keep`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query sees a key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key gives 0, and no gradient.
+
+    Args:
+        is_causal: query i sees key j iff ``j <= i + S - L``.
+        scale: None is ``D**-0.5``; any finite number.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q, k, v, keep, is_causal, scale)
+    length, num_keys = q.shape[1], k.shape[1]
+    q, scale = positive_scale(q, scale)
+    # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its fused kernels know it.
+    is_causal = is_causal and length > 1
+    is_square = is_causal and keep is None and length == num_keys
+    if is_causal and not is_square:
+        corner = corner_mask(length, num_keys, q.device)
+        keep = corner if keep is None else keep & corner
+    groups = q.shape[2] // k.shape[2]
+    if keep is not None and groups > 1:
+        # The fused kernels that take masks know no groups, and without them all scores are held at once.
+        k, v, groups = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), 1
+    by_head = [x.transpose(1, 2) for x in (q, k, v)]
+    options = {"scale": scale, "enable_gqa": groups > 1}
+    if keep is None:
+        return scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
+    # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is dropped.
+    is_empty = ~keep.any(-1, keepdim=True)
+    out = scaled_dot_product_attention(*by_head, attn_mask=keep | is_empty, **options)
+    return out.masked_fill(is_empty, 0).transpose(1, 2)
+
+
+def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
+    """The same scores with a scale of 0 or more: some kernels take the maximum of a row before they scale."""
+    return (-q, -scale) if scale is not None and scale < 0 else (q, scale)
+
+
+def corner_mask(length: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """`keep` of a causal mask aligned at the last query and the last key, ``(1, 1, L, S)``."""
+    query = torch.arange(length, device=device).unsqueeze(1) + (num_keys - length)
+    return (torch.arange(num_keys, device=device) <= query)[None, None]
+
+
+def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
+    """A mask ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)`` as the last of these."""
+    return mask if mask.dim() == 4 else mask[:, None] if mask.dim() == 3 else mask[:, None, None]
+
+
+def ragged_keep(
+    lens_q: torch.Tensor, lens_k: torch.Tensor, length: int, num_keys: int, mask: torch.Tensor | None, is_causal: bool
+) -> torch.Tensor:
+    """`keep` of requests of different lengths, padded to `length` query tokens and `num_keys` keys.
+
+    Args:
+        lens_q, lens_k: ``(B,)``; the causal corner is at the last of both.
+        mask: as of `attention`; rows and columns that it lacks count as masked.
+    """
+    key = torch.arange(num_keys, device=lens_k.device)
+    keep = (key < lens_k[:, None])[:, None, None]
+    if is_causal:
+        query = torch.arange(length, device=lens_k.device)
+        last = query + (lens_k - lens_q)[:, None]
+        keep = keep & (key <= last[..., None])[:, None]
+    if mask is None:
+        return keep
+    mask = with_four_dims(mask)
+    rows = 0 if mask.shape[2] == 1 else length - mask.shape[2]
+    return keep & pad(mask, (0, num_keys - mask.shape[3], 0, rows))
+
+
+def pad_requests(packed: torch.Tensor, cu_seqlens: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple]:
+    """``packed (T, H, D)`` as ``(B, length, H, D)``, 0 past the requests' ends, and the index that takes it back."""
+    token = torch.arange(packed.shape[0], dtype=cu_seqlens.dtype, device=packed.device)
+    request = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    place = (request, (token - cu_seqlens[request]).long())
+    padded = packed.new_zeros(len(cu_seqlens) - 1, length, *packed.shape[1:])
+    return padded.index_put(place, packed), place
+
+
+def gather_pages(
+    pool: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    """The tokens of each request, ``(B, num_keys, H, D)`` of ``pool (P, ps, H, D)``; 0 past its length, whatever the pool holds there."""
+    num_pages, page_size = pool.shape[:2]
+    pages = page_table[rows.long(), : -(-num_keys // page_size)].long().clamp(0, num_pages - 1)
+    tokens = pool[pages].flatten(1, 2)[:, :num_keys]
+    is_past = torch.arange(num_keys, device=lens.device) >= lens[:, None]
+    return tokens.masked_fill(is_past[..., None, None], 0)

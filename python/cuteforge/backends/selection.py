@@ -1,0 +1,164 @@
+"""How a policy function chooses: candidates that refuse in sentences, an order, and the decision as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from cuteforge.errors import UnsupportedError
+from cuteforge.runtime import env
+
+ARGUMENT, CONTEXT, ENVIRONMENT, PRIORITY = "argument", "context", "environment", "priority"
+# Who asks for a backend this way gets it or an error; the others fall through to the next that serves the call.
+STRICT = (ARGUMENT, CONTEXT)
+# A model has a handful of kinds of calls; a program that goes through more starts again.
+_MAX_CHOICES = 1024
+
+_grad_enabled = torch.is_grad_enabled
+
+
+class Candidate(NamedTuple):
+    """One implementation of a policy function.
+
+    Attributes:
+        refuse: facts of a call -> why it is not served, or None.
+        run: takes the call's arguments.
+    """
+
+    name: str
+    refuse: Callable[[Any], str | None]
+    run: Callable[..., Any]
+
+
+class Wish(NamedTuple):
+    """Where a choice comes from, and the candidate that was asked for; None by priority."""
+
+    source: str
+    candidate: Any = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one candidate says of a call: the sentence that refuses it, None where it serves it."""
+
+    name: str
+    refusal: str | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which candidate serves a call and why; prints as a table.
+
+    Attributes:
+        function: the policy function.
+        chosen: name of the candidate that runs; None where the call raises UnsupportedError.
+        source: ``"argument"``, ``"context"``, ``"environment"`` or ``"priority"``: what put the candidates in order.
+        verdicts: of every candidate, in the order in which they are asked.
+    """
+
+    function: str
+    chosen: str | None
+    source: str
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        rows = [(v.name, "chosen" if v.name == self.chosen else v.refusal or "serves the call") for v in self.verdicts]
+        width = max(len(name) for name, _ in rows)
+        title = f"{self.function}: {self.chosen or 'nothing serves this call'} (by {self.source})"
+        return "\n".join([title, *(f"  {name:<{width}}  {state}" for name, state in rows)])
+
+
+class Policy:
+    """The choices of one policy function, each made once.
+
+    Args:
+        name: of the function.
+        candidates: them, in the order of their priority.
+        wish_for: the argument `backend` of a call -> what is wanted here and now.
+    """
+
+    def __init__(self, name: str, candidates: Callable[[], Iterable[Any]], wish_for: Callable[[Any], Wish]) -> None:
+        self._name, self._candidates, self._wish_for = name, candidates, wish_for
+        # (facts of a call, what was asked for, environment) -> the candidate that serves it.
+        self._chosen: dict[tuple, Any] = {}
+        self.forget = self._chosen.clear
+
+    def choose(self, request: Any, backend: Any, context: Any = None) -> Any:
+        """The candidate that serves a call: the wished one, or the first that does not refuse.
+
+        Args:
+            request: the facts of the call.
+            backend: its argument.
+            context: what the context asks for.
+
+        Raises:
+            UnsupportedError: nothing serves the call; lists every refusal.
+        """
+        key = (request, backend, context, env.backend(), env.kernels())
+        try:
+            return self._chosen.get(key) or self._choose(key)
+        except TypeError:
+            self._wish_for(backend)  # what cannot be hashed is no backend
+            raise
+
+    def _choose(self, key: tuple) -> Any:
+        chosen = _first_that_serves(self._name, self._candidates(), key[0], self._wish_for(key[1]))
+        if len(self._chosen) >= _MAX_CHOICES:
+            self._chosen.clear()
+        self._chosen[key] = chosen
+        return chosen
+
+    def decide(self, request: Any, backend: Any) -> Decision:
+        """As `choose`, but asks every candidate and returns what they say."""
+        wish = self._wish_for(backend)
+        ordered = _in_order(self._candidates(), wish)
+        verdicts = tuple(Verdict(candidate.name, candidate.refuse(request)) for candidate in ordered)
+        eligible = verdicts[:1] if wish.source in STRICT else verdicts
+        chosen = next((v.name for v in eligible if v.refusal is None), None)
+        return Decision(self._name, chosen, wish.source, verdicts)
+
+
+def _first_that_serves(function: str, candidates: Iterable[Any], request: Any, wish: Wish) -> Any:
+    refusals = []
+    for candidate in [wish.candidate] if wish.source in STRICT else _in_order(candidates, wish):
+        refusal = candidate.refuse(request)
+        if refusal is None:
+            return candidate
+        refusals.append(f"{candidate.name}: {refusal}")
+    asked = f", asked for by {wish.source}" if wish.source in STRICT else ""
+    raise UnsupportedError(f"{function}: no backend serves this call{asked}: {'. '.join(refusals)}")
+
+
+def _in_order(candidates: Iterable[Any], wish: Wish) -> Sequence[Any]:
+    if wish.candidate is None:
+        return tuple(candidates)
+    return (wish.candidate, *(c for c in candidates if c is not wish.candidate))
+
+
+def derivative_of(*tensors: torch.Tensor) -> str | None:
+    """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``, torch.func
+    or forward mode; or None.
+    """
+    if not is_dynamo_compiling() and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        return "transform"
+    if _grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return "graph"
+    return None
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """The dtype that prints as `text`."""
+    return getattr(torch, text.removeprefix("torch."))
+
+
+def constants(*sizes: int) -> tuple[int, ...]:
+    """Sizes, which torch.compile may let vary, as constants of the graph that it traces: `hash` wants to know them."""
+    return tuple([hash(size) for size in sizes])

@@ -1,0 +1,128 @@
+"""torch's own attention as a backend: it serves every call, CPU included."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from cuteforge.backends import sdpa
+from cuteforge.backends.interface import AttentionBackend, Request, bound_batch, packed
+from cuteforge.errors import ContractError
+from cuteforge.runtime.streams import is_capturing
+
+_MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
+
+
+class TorchNativeBackend(AttentionBackend):
+    """scaled_dot_product_attention: any floating dtype and head dim, differentiable without a cache.
+
+    Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads from the device; under
+    CUDA graph capture, where that cannot be read, to the width of the page table.
+    """
+
+    name = "torch_native"
+    priority = 0
+
+    def refuse(self, request: Request) -> str | None:
+        if request.is_cached and request.derivative is not None:
+            return "a cache keeps no graph, and q, k or v is differentiated: call it under torch.no_grad()"
+        return None
+
+    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+
+    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+
+    def _attend(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> torch.Tensor:
+        _check_scale(scale)
+        if kv_cache is None:
+            _check_dense(q, k, v)
+            keep = None
+            if attn_mask is not None:
+                _check_mask(attn_mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
+                keep = sdpa.with_four_dims(attn_mask)
+            return sdpa.attend(q, k, v, keep, is_causal, scale)
+        return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+
+
+def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> torch.Tensor:
+    batch = bound_batch(kv_cache)
+    rows, new_k, new_v = packed(q, k, v)
+    pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id)
+    _check_new_queries(rows, pools[0], batch)
+    num_requests = batch.seqlens_k.shape[0]
+    if attn_mask is not None:
+        _check_mask(attn_mask, num_requests, rows.shape[1], 1 if batch.is_decode else None, None, q.device)
+    kv_cache.append(layer_id, new_k, new_v)
+    lens_k = batch.seqlens_k.clamp(min=0)
+    num_keys = _padded_length(lens_k, batch.page_table.shape[1] * pools[0].shape[1])
+    keys, values = (sdpa.gather_pages(p, batch.page_table, batch.page_table_rows, lens_k, num_keys) for p in pools)
+    lens_q = batch.cu_seqlens_q.diff()
+    keep = sdpa.ragged_keep(lens_q, lens_k, batch.max_new, num_keys, attn_mask, is_causal)
+    padded, place = sdpa.pad_requests(rows, batch.cu_seqlens_q, batch.max_new)
+    # The corner is in `keep`.
+    out = sdpa.attend(padded, keys, values, keep, False, scale)[place]
+    return out if q.dim() == 3 else out.unsqueeze(1)
+
+
+def _padded_length(lens: torch.Tensor, most: int) -> int:
+    if not lens.numel() or (lens.is_cuda and is_capturing()):
+        return most if lens.numel() else 0
+    return min(int(lens.max()), most)
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+        raise ContractError(f"scale: wanted a finite number, got {scale!r}")
+
+
+def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse by name what torch would broadcast, or refuse by no name."""
+    batch, _, heads, dim = q.shape
+    if not q.is_floating_point():
+        raise ContractError(f"q: wanted a floating dtype, got {q.dtype}")
+    if k.shape[0] != batch or k.shape[3] != dim:
+        raise ContractError(f"k: wanted shape (B, S, Hkv, D) with B = {batch}, D = {dim}, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        wanted = f"B, S, Hkv = {tuple(k.shape[:3])}"
+        raise ContractError(f"v: wanted shape (B, S, Hkv, Dv) with {wanted}, got {tuple(v.shape)}")
+    if k.shape[2] < 1 or heads < 1 or heads % k.shape[2]:
+        raise ContractError(f"q: wanted a multiple of Hkv = {k.shape[2]} heads, got Hq = {heads}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ContractError(f"{name}: wanted {q.dtype} on {q.device}, as q, got {x.dtype} on {x.device}")
+
+
+def _check_new_queries(q: torch.Tensor, k_pool: torch.Tensor, batch: Any) -> None:
+    """Of new keys and values `append` checks the same."""
+    num_tokens, heads, dim = q.shape
+    kv_heads = k_pool.shape[2]
+    if num_tokens != len(batch.slots) or dim != k_pool.shape[3]:
+        wanted = f"T = {len(batch.slots)} new tokens, D = {k_pool.shape[3]}"
+        raise ContractError(f"q: wanted shape (T, Hq, D) with {wanted}, got {tuple(q.shape)}")
+    if heads < 1 or heads % kv_heads:
+        raise ContractError(f"q: wanted a multiple of Hkv = {kv_heads} heads, got Hq = {heads}")
+    if q.dtype != k_pool.dtype or q.device != k_pool.device:
+        raise ContractError(f"q: wanted {k_pool.dtype} on {k_pool.device}, as the cache, got {q.dtype} on {q.device}")
+
+
+def _check_mask(
+    mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
+) -> None:
+    """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as masked."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+        got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ContractError(f"attn_mask: wanted a bool tensor, True keeps a score, got {got}")
+    if mask.dim() not in (2, 3, 4):
+        raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
+    if mask.device != device:
+        raise ContractError(f"attn_mask: wanted a tensor on {device}, got one on {mask.device}")
+    got_batch, got_heads, got_length, got_keys = sdpa.with_four_dims(mask).shape
+    wanted = {"B": (batch, got_batch), "Hq": (heads, got_heads), "L": (length, got_length), "S": (num_keys, got_keys)}
+    for dim, (want, got) in wanted.items():
+        if want is not None and got != want and (got != 1 or dim == "S"):
+            raise ContractError(f"attn_mask: wanted {dim} = {want}{'' if dim == 'S' else ' or 1'}, got {got}")

@@ -1,0 +1,85 @@
+"""The commands and their options. Imports nothing that a command needs, so that the help works where something is missing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuteforge.cli.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        module: has `run(**options) -> exit status`; imported when the command is asked for.
+        meaning: what it does, as the help says it.
+        add_options: adds its options to a parser; their names are the keywords of `run`.
+    """
+
+    module: str
+    meaning: str
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def _add_warmup_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=(), help="only these; default: all")
+    parser.add_argument(
+        "--arch", nargs="+", default=(), metavar="ARCH", help="e.g. sm_90a; default: those of the GPUs here"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a JSON list of configurations in place of the presets"
+    )
+    parser.add_argument(
+        "--head-dim", nargs="+", type=_positive(int), default=(), metavar="D", help="in place of the presets' own"
+    )
+    parser.add_argument("--dtype", nargs="+", default=(), metavar="DTYPE", help="in place of the presets' own")
+    parser.add_argument("--jobs", type=_positive(int), metavar="N", help="processes; default: one a core, at most 8")
+
+
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("ls", help="list the entries, the one used last first")
+    clear = actions.add_parser("clear", help="remove the entries, all of them without an option")
+    clear.add_argument("--older-than", type=_positive(float), metavar="DAYS", help="only those not used for so long")
+    clear.add_argument("--arch", metavar="ARCH", help="only those compiled for it")
+    verify = actions.add_parser("verify", help="check the digest of every file; status 1 if an entry is damaged")
+    verify.add_argument("--remove", action="store_true", help="remove the damaged entries")
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help="e.g. csa; default: all, or none with --plots alone"
+    )
+    parser.add_argument("--quick", action="store_true", help="few cases; writes a record only with --json")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="where records go; default: benchmarks/results")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the records as PNG and SVG into DIR")
+
+
+def _positive(number: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = number(text)
+        if not value > 0:
+            raise ValueError(text)
+        return value
+
+    parse.__name__ = f"positive {number.__name__}"
+    return parse
+
+
+COMMANDS = {
+    "demo": Command("cuteforge.cli.demo", "run real input through every kernel family and check it against fp64"),
+    "doctor": Command(
+        "cuteforge.cli.doctor", "say what is installed, what runs on this machine, and why not otherwise"
+    ),
+    "warmup": Command(
+        "cuteforge.cli.warmup", "compile kernels ahead, in parallel, into the disk cache", _add_warmup_options
+    ),
+    "cache": Command("cuteforge.cli.cache", "list, clear or verify the compiled kernels on disk", _add_cache_options),
+    "bench": Command(
+        "cuteforge.cli.bench", "run the benchmarks of a source checkout, draw their records", _add_bench_options
+    ),
+}

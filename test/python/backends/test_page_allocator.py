@@ -1,0 +1,189 @@
+"""Any order of calls: no page is lent twice unless shared, none is lost, prefixes are shared exactly, refusals change nothing."""
+
+import pickle
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cuteforge.backends.page_allocator import SCRATCH_PAGE, CacheFull, PageAllocator
+from cuteforge.errors import ContractError
+
+NUM_PAGES, PAGE_SIZE, MAX_REQUESTS, MAX_SEQLEN = 12, 3, 4, 20
+
+
+def snapshot(allocator):
+    """All that a refused call must leave alone."""
+    requests = allocator._requests
+    lent = {n: (r.row, tuple(r.pages), r.num_tokens, r.num_cached, r.num_listed) for n, r in requests.items()}
+    free = tuple(allocator._free_pages), tuple(allocator._free_rows)
+    return lent, free, tuple(allocator._references), set(allocator._prefixes._node_of)
+
+
+class Machine(RuleBasedStateMachine):
+    """Adds, partial prefills, decodes and frees; prompts of two ids only, so that many start alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = PageAllocator(NUM_PAGES, PAGE_SIZE, MAX_REQUESTS, MAX_SEQLEN)
+        self.prompts, self.table, self.ever = {}, {}, set()
+
+    def refused(self, call, error):
+        before = snapshot(self.allocator)
+        with pytest.raises(error):
+            call()
+        assert snapshot(self.allocator) == before
+
+    def pick(self, data, **how):
+        return data.draw(st.lists(st.sampled_from(sorted(self.prompts)), unique=True, **how))
+
+    def stored_prefix(self, tokens):
+        """How much of `tokens` some request holds in whole pages, the last token aside."""
+        best = 0
+        for number, prompt in self.prompts.items():
+            stored = min(len(prompt), self.allocator[number].num_tokens) // PAGE_SIZE
+            for pages in range(1, min(stored, (len(tokens) - 1) // PAGE_SIZE) + 1):
+                if prompt[: pages * PAGE_SIZE] == tokens[: pages * PAGE_SIZE]:
+                    best = max(best, pages * PAGE_SIZE)
+        return best
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=10))
+    def add(self, tokens):
+        if len(self.prompts) == MAX_REQUESTS:
+            self.refused(lambda: self.allocator.add(tokens), CacheFull)
+            return
+        want = self.stored_prefix(tokens)
+        free = self.allocator.num_free_pages
+        request = self.allocator.add(tokens)
+        assert request.num_cached == request.num_tokens == want
+        assert self.allocator.num_free_pages == free
+        assert request.id not in self.ever
+        self.prompts[request.id] = tokens
+        self.ever.add(request.id)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def reserve(self, data):
+        requests = [self.allocator[n] for n in self.pick(data)]
+        counts = [data.draw(st.integers(0, 7)) for _ in requests]
+        totals = [r.num_tokens + n for r, n in zip(requests, counts)]
+        needed = sum(-(-total // PAGE_SIZE) - len(r.pages) for r, total in zip(requests, totals))
+        free = self.allocator.num_free_pages
+        if max(totals, default=0) > MAX_SEQLEN:
+            self.refused(lambda: self.allocator.reserve(requests, counts), ContractError)
+        elif needed > free:
+            self.refused(lambda: self.allocator.reserve(requests, counts), CacheFull)
+        else:
+            for entry in self.allocator.reserve(requests, counts):
+                self.table[entry.row, entry.column] = entry.page
+            assert [r.num_tokens for r in requests] == totals
+            assert self.allocator.num_free_pages == free - needed
+            for request in requests:
+                columns = range(len(request.pages))
+                assert [self.table[request.row, column] for column in columns] == request.pages
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def free(self, data):
+        (number,) = self.pick(data, min_size=1, max_size=1)
+        self.allocator.free(number)
+        del self.prompts[number]
+        self.refused(lambda: self.allocator.free(number), ContractError)
+
+    @invariant()
+    def every_page_is_free_or_held_as_often_as_counted(self):
+        held = Counter(page for n in self.prompts for page in self.allocator[n].pages)
+        free = self.allocator._free_pages
+        assert len(free) == self.allocator.num_free_pages == len(set(free))
+        assert sorted([*free, *held]) == list(range(1, NUM_PAGES + 1))
+        assert {page: n for page, n in enumerate(self.allocator._references) if n} == held
+        assert SCRATCH_PAGE not in held
+
+    @invariant()
+    def shared_pages_are_the_same_place_of_the_same_prompt(self):
+        first = {}
+        for number, prompt in self.prompts.items():
+            for column, page in enumerate(self.allocator[number].pages):
+                start = prompt[: (column + 1) * PAGE_SIZE]
+                assert first.setdefault(page, (column, start)) == (column, start)
+
+    @invariant()
+    def rows_are_distinct(self):
+        rows = [self.allocator[n].row for n in self.prompts] + self.allocator._free_rows
+        assert sorted(rows) == list(range(MAX_REQUESTS))
+
+    def teardown(self):
+        for number in list(self.prompts):
+            self.allocator.free(number)
+        assert self.allocator.num_free_pages == NUM_PAGES
+        assert not self.allocator._prefixes.root.children
+        assert not self.allocator._prefixes._node_of
+
+
+TestAnyOrder = Machine.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def stored(allocator, tokens):
+    """A request whose prompt is all stored."""
+    request = allocator.add(tokens)
+    allocator.reserve([request], [len(tokens) - request.num_tokens])
+    return request
+
+
+def test_a_prefix_outlives_the_request_that_was_found_first():
+    """Two requests stored the same prompt apart: when one goes, the other's pages are found."""
+    allocator = PageAllocator(8, 2, 4, 8)
+    requests = [allocator.add([7, 8, 9, 9, 1]) for _ in range(2)]
+    allocator.reserve(requests, [5, 5])
+    allocator.free(requests[0].id)
+    assert allocator.add([7, 8, 9, 9, 2]).pages == requests[1].pages[:2]
+
+
+def test_the_last_token_of_a_prompt_is_left_to_compute():
+    allocator = PageAllocator(8, 2, 4, 8)
+    stored(allocator, [1, 2, 3, 4])
+    assert [allocator.add([1, 2, 3, 4][:n]).num_cached for n in (4, 3, 2)] == [2, 2, 0]
+
+
+def test_what_was_added_but_not_bound_is_not_shared():
+    allocator = PageAllocator(8, 2, 4, 8)
+    allocator.add([1, 2, 3, 4, 5])
+    assert allocator.add([1, 2, 3, 4, 5]).num_cached == 0
+
+
+def test_equal_pages_after_different_ones_are_not_shared():
+    allocator = PageAllocator(16, 2, 4, 8)
+    stored(allocator, [1, 2, 5, 6, 0])
+    assert allocator.add([3, 4, 5, 6, 0]).num_cached == 0
+
+
+def test_decoded_tokens_are_not_taken_for_a_prompt():
+    """Their ids are not known to the cache."""
+    allocator = PageAllocator(16, 2, 4, 8)
+    allocator.reserve([stored(allocator, [1, 2, 3])], [3])
+    assert allocator.add([1, 2, 3, 4, 5, 6]).num_cached == 2
+
+
+def test_runs_are_given_in_order_and_never_shared():
+    allocator = PageAllocator(6, 4, 2, 10, owns_runs=True)
+    first, second = stored(allocator, [1] * 9), stored(allocator, [1] * 9)
+    assert (first.pages, second.pages) == ([1, 2, 3], [4, 5, 6])
+    assert second.num_cached == 0
+    assert allocator.num_free_pages == 0
+    allocator.free(first.id)
+    assert allocator.num_free_pages == 3
+    assert allocator.add(None).pages == [1, 2, 3]
+
+
+def test_full_names_what_is_needed_and_free():
+    allocator = PageAllocator(3, 4, 2, 100)
+    requests = [allocator.add(None), allocator.add(None)]
+    with pytest.raises(CacheFull, match=r"^num_pages: needed 5 more, 3 of 3 free$") as caught:
+        allocator.reserve(requests, [8, 9])
+    assert (caught.value.needed, caught.value.free) == (5, 3)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(CacheFull, match=r"^max_requests: needed 1 more, 0 of 2 free$"):
+        allocator.add(None)

@@ -1,0 +1,271 @@
+"""Attention in torch: dense calls and calls over a cache against the eager oracle, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cuteforge import ContractError, KVCache, UnsupportedError, attention
+from cuteforge.attention import reference
+from cuteforge.backends import sdpa
+from helpers.packs import offsets
+from helpers.policy import check, check_packed, draw
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def random_mask(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 1), (3, 3), (14, 2)])
+def test_dense(dtype, heads, kv_heads):
+    q, k, v = draw(heads=heads, kv_heads=kv_heads, dtype=dtype)
+    check(attention(q, k, v), q, k, v)
+
+
+@pytest.mark.parametrize(("length", "num_keys"), [(1, 7), (3, 7), (7, 7), (9, 4), (5, 1), (4, 0), (0, 5)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_causal_corner_is_at_the_last_query_and_key(length, num_keys, masked):
+    """PF-1; with more queries than keys the first ones see nothing and give 0."""
+    q, k, v = draw(length=length, num_keys=num_keys)
+    mask = random_mask(2, num_keys) if masked else None
+    check(attention(q, k, v, attn_mask=mask, is_causal=True), q, k, v, mask=mask, causal=True)
+
+
+def test_pf1_numbers():
+    q, k = torch.zeros(1, 2, 1, 8), torch.zeros(1, 5, 1, 8)
+    v = torch.arange(5.0).view(1, 5, 1, 1).expand(1, 5, 1, 8)
+    assert attention(q, k, v, is_causal=True)[0, :, 0, 0].tolist() == [1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 7), (1, 7), (2, 3, 7), (2, 1, 7), (1, 3, 7), (2, 1, 1, 7), (2, 6, 3, 7), (1, 6, 1, 7), (2, 1, 3, 7)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_every_rank_and_broadcast(shape, causal):
+    q, k, v = draw()
+    mask = random_mask(*shape)
+    check(attention(q, k, v, attn_mask=mask, is_causal=causal), q, k, v, mask=mask, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_rows_without_a_key_are_zero_and_so_are_their_gradients(dtype):
+    """K1: softmax over nothing; NaN neither in the result nor in the backward."""
+    q, k, v = (x.requires_grad_() for x in draw(dtype=dtype))
+    mask = torch.zeros(2, 3, 7, dtype=torch.bool)
+    mask[0, 1, 2] = True
+    out = attention(q, k, v, attn_mask=mask)
+    assert torch.equal(out[1], torch.zeros_like(out[1])) and torch.equal(out[0, 0], torch.zeros_like(out[0, 0]))
+    assert torch.equal(out[0, 1, 0], v[0, 2, 0])
+    out.sum().backward()
+    for x in (q, k, v):
+        assert bool(x.grad.isfinite().all())
+    assert not bool(q.grad[1].any()) and not bool(v.grad[1].any())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 7, 0.02])
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_finite_scale(scale, masked):
+    q, k, v = draw()
+    mask = random_mask(2, 7) if masked else None
+    check(attention(q, k, v, attn_mask=mask, scale=scale), q, k, v, mask=mask, softmax_scale=scale)
+
+
+def test_narrower_values_strides_and_shared_heads():
+    q, k, v = draw(d=24, dv=16)
+    check(attention(q, k, v), q, k, v)
+    k, v = (x[:, :, :1].expand(-1, -1, 3, -1) for x in (k, v))
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    check(attention(q, k, v), q, k, v)
+
+
+def test_scores_past_half_precision_stay_finite():
+    """PF-4."""
+    q, k = torch.full((1, 1, 1, 128), 32.0, dtype=FP16), torch.full((1, 16, 1, 128), 32.0, dtype=FP16)
+    v = torch.arange(16.0, dtype=FP16).view(1, 16, 1, 1).expand(1, 16, 1, 128)
+    assert bool((attention(q, k, v) == 7.5).all())
+
+
+def test_autocast_changes_nothing():
+    q, k, v = draw()
+    want = attention(q, k, v)
+    with torch.autocast("cpu", BF16):
+        got = attention(q, k, v)
+    assert got.dtype == FP32 and torch.equal(got, want)
+
+
+def test_gradients_are_those_of_the_oracle():
+    q, k, v = (x.requires_grad_() for x in draw(dtype=torch.float64, length=5, num_keys=5))
+    mask = random_mask(2, 5)
+    got = torch.autograd.grad(attention(q, k, v, attn_mask=mask, is_causal=True).square().sum(), (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    scores = torch.einsum("blhd,bshd->bhls", q, k.repeat_interleave(groups, 2)) * q.shape[-1] ** -0.5
+    keep = mask[:, None, None] & torch.ones(5, 5, dtype=torch.bool).tril()
+    weights = scores.masked_fill(~keep, -1e300).softmax(-1).masked_fill(~keep, 0)
+    out = torch.einsum("bhls,bshd->blhd", weights, v.repeat_interleave(groups, 2))
+    for a, b in zip(got, torch.autograd.grad(out.square().sum(), (q, k, v))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda q, k, v: (q, k[:1], v), r"k: wanted shape \(B, S, Hkv, D\) with B = 2"),
+        (lambda q, k, v: (q, k, v[:, :5]), r"v: wanted shape"),
+        (lambda q, k, v: (q[:, :, :5], k, v), "q: wanted a multiple of Hkv = 2 heads, got Hq = 5"),
+        (lambda q, k, v: (q, k.double(), v), "k: wanted torch.float32"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), "q: wanted a floating dtype"),
+    ],
+)
+def test_operands_that_disagree_are_refused_by_name(change, match):
+    with pytest.raises(ContractError, match=match):
+        attention(*change(*draw()))
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (torch.zeros(2, 7), "attn_mask: wanted a bool tensor"),
+        (torch.ones(7, dtype=torch.bool), "attn_mask: wanted shape .*got 1 dims"),
+        (torch.ones(2, 1, dtype=torch.bool), "attn_mask: wanted S = 7, got 1"),
+        (torch.ones(3, 7, dtype=torch.bool), "attn_mask: wanted B = 2 or 1, got 3"),
+        (torch.ones(2, 2, 7, dtype=torch.bool), "attn_mask: wanted L = 3 or 1, got 2"),
+        (torch.ones(2, 2, 3, 7, dtype=torch.bool), "attn_mask: wanted Hq = 6 or 1, got 2"),
+    ],
+)
+def test_masks_that_disagree_are_refused_by_name(mask, match):
+    with pytest.raises(ContractError, match=match):
+        attention(*draw(), attn_mask=mask)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1"])
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(ContractError, match="scale: wanted a finite number"):
+        attention(*draw(), scale=scale)
+
+
+# Over a cache.
+
+HEADS, KV_HEADS, D, LAYERS = 6, 2, 16, 2
+
+
+class Model:
+    """Keys and values of requests, layer by layer, and a cache with poisoned pools that is given the same."""
+
+    def __init__(self, num_requests: int, *, page_size: int = 4, dtype=FP32) -> None:
+        self.cache = KVCache(
+            LAYERS,
+            KV_HEADS,
+            D,
+            num_pages=64,
+            page_size=page_size,
+            max_requests=8,
+            max_seqlen=40,
+            dtype=dtype,
+            device="cpu",
+        )
+        for layer in range(LAYERS):
+            self.cache.k_pool(layer).fill_(torch.nan)
+            self.cache.v_pool(layer).fill_(torch.nan)
+        self.requests = [self.cache.add() for _ in range(num_requests)]
+        self.keys = [[torch.empty(2, 0, KV_HEADS, D, dtype=dtype) for _ in self.requests] for _ in range(LAYERS)]
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def step(self, lengths: list[int], *, decode: bool = False, as_batch: bool = False, **options) -> None:
+        """Bind and attend in every layer, each checked against dense attention."""
+        if decode:
+            self.cache.bind_decode(self.requests)
+        else:
+            self.cache.bind_prefill(self.requests, lengths)
+        for layer in range(LAYERS):
+            total = sum(lengths)
+            q, new = self.randn(total, HEADS, D), self.randn(2, total, KV_HEADS, D)
+            parts = new.split(lengths, 1)
+            self.keys[layer] = [torch.cat(pair, 1) for pair in zip(self.keys[layer], parts)]
+            given = [x.unsqueeze(1) if as_batch else x for x in (q, *new)]
+            out = attention(*given, self.cache, layer, **options)
+            assert out.shape == given[0].shape
+            self.check(layer, out.reshape(q.shape), q, lengths, **options)
+
+    def check(self, layer: int, out, q, lengths, attn_mask=None, is_causal=False, **_) -> None:
+        lens_k = [x.shape[1] for x in self.keys[layer]]
+        padded = torch.zeros(2, len(lens_k), max(lens_k), KV_HEADS, D, dtype=self.dtype)
+        for i, x in enumerate(self.keys[layer]):
+            padded[:, i, : x.shape[1]] = x
+        check_packed(out, q, lengths, *padded, lens_k, mask=attn_mask, causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_prefill_in_parts_and_decode_over_a_poisoned_cache(dtype, page_size):
+    """K3: what no token was stored to is NaN and stays out of every result."""
+    model = Model(3, page_size=page_size, dtype=dtype)
+    model.step([5, 9, 1], is_causal=True)
+    model.step([3, 0, 6], is_causal=True)
+    for as_batch in (False, True, True):
+        model.step([1, 1, 1], decode=True, as_batch=as_batch, is_causal=True)
+
+
+def test_decode_bound_batch_may_run_as_prefill_but_not_the_other_way_round():
+    model = Model(2)
+    model.step([5, 2], is_causal=True)
+    model.step([1, 1], decode=True, fwd="prefill")
+    with pytest.raises(ContractError, match="fwd: wanted None or 'prefill'"):
+        model.step([2, 3], fwd="decode")
+
+
+@pytest.mark.parametrize("shape", [(2, 20), (1, 3), (2, 4, 20), (2, 2, 20), (2, 1, 1, 6), (2, HEADS, 9, 40)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_over_a_cache_lack_what_they_lack(shape, causal):
+    """Rows are the request's new tokens, columns positions; what there is none of counts as masked."""
+    model = Model(2)
+    model.step([3, 6], is_causal=True)
+    model.step([4, 2], is_causal=causal, attn_mask=random_mask(*shape))
+
+
+def test_empty_batches_and_requests():
+    model = Model(2)
+    model.step([0, 0])
+    model.step([0, 4], is_causal=True)
+    model.cache.bind_prefill([], [])
+    q, k = torch.empty(0, HEADS, D), torch.empty(0, KV_HEADS, D)
+    assert attention(q, k, k, model.cache).shape == q.shape
+
+
+def test_a_cache_is_refused_by_name():
+    model = Model(2)
+    q, k = torch.zeros(2, HEADS, D), torch.zeros(2, KV_HEADS, D)
+    with pytest.raises(ContractError, match="kv_cache: wanted one with a batch"):
+        attention(q, k, k, model.cache)
+    model.cache.bind_decode(model.requests)
+    for name, operands in (
+        ("q", (q[:1], k, k)),
+        ("k", (q, k[:1], k)),
+        ("v", (q, k, k[:1])),
+        ("q", (q.double(), k, k)),
+        ("q", (q[:, :5], k, k)),
+        ("q", (q[:, None].expand(2, 2, HEADS, D), k, k)),
+        ("k", (q, k[0], k)),
+    ):
+        with pytest.raises(ContractError, match=rf"^{name}: wanted"):
+            attention(*operands, model.cache)
+    q.requires_grad_()
+    with pytest.raises(UnsupportedError, match="torch_native: a cache keeps no graph"):
+        attention(q, k, k, model.cache)
+    with torch.no_grad():
+        attention(q, k, k, model.cache)
+
+
+def test_padding_of_requests_is_the_oracles_and_comes_back():
+    """Without a loop over requests: empty ones too."""
+    lengths = [3, 0, 5, 1]
+    x, cuts = torch.randn(9, 2, 4), offsets(lengths)
+    padded, place = sdpa.pad_requests(x, cuts, 5)
+    assert torch.equal(padded, reference.unpack(x, cuts)[0])
+    assert torch.equal(padded[place], x)

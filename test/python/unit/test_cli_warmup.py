@@ -1,0 +1,225 @@
+"""`warmup`: what it compiles, that the disk cache then holds it, and what it refuses before it compiles anything."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+
+import pytest
+
+from cuteforge import PagedGQADecode, RotaryEmbedding, TensorSpec
+from cuteforge.__main__ import main
+from cuteforge.cli import warmup
+from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime import arch, compile_cache, disk_cache
+
+ROTARY = {"family": "rotary", "op": "halves", "head_dim": 64, "dtype": "bfloat16"}
+MERGE = {"family": "attention", "op": "merge", "head_dim": 64, "dtype": "float16"}
+TOO_WIDE = {"family": "attention", "op": "decode", "head_dim": 512, "dtype": "bfloat16"}
+H200 = arch.resolve_arch("sm_90a", None)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTEFORGE_ARCH", raising=False)
+    yield disk_cache.DiskCache()
+    # A test that stands in for the compiler leaves kernels without code.
+    compile_cache.clear()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A function that writes its argument into a file."""
+
+    def write(content) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(content))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def compile_nothing(monkeypatch):
+    """Every job is compiled at once, in no process."""
+    jobs = []
+
+    def compile_all(work, num_processes):
+        jobs.extend(work)
+        return (warmup.Outcome(job, "compiled") for job in work)
+
+    monkeypatch.setattr(warmup, "compile_all", compile_all)
+    return jobs
+
+
+def rows_of(text: str, what: str) -> list[str]:
+    return [line for line in text.splitlines() if what in line and "sm_90a" in line]
+
+
+def test_two_processes_fill_the_cache_and_a_second_run_finds_it_full(cache, config, capfd):
+    command = ["warmup", "--arch", "sm_90a", "--jobs", "2", "--config", config([ROTARY, MERGE])]
+    assert main(command) == 0
+    assert capfd.readouterr().out.count("compiled") >= 3
+    assert sorted(entry.builder for entry in cache.ls()) == [
+        "cuteforge.attention.merge:build",
+        "cuteforge.rotary.kernel:build",
+    ]
+    assert {entry.arch for entry in cache.ls()} == {"sm_90a"}
+    assert cache.verify() == []
+    assert main(command) == 0
+    text = capfd.readouterr().out
+    assert "0 compiled, 2 already there, 0 failed" in text
+    assert all("already there" in row for what in ("halves", "merge") for row in rows_of(text, what))
+
+
+def test_what_no_kernel_serves_is_a_row_and_the_rest_is_compiled(config, capfd, monkeypatch):
+    """In this process: its table needs no compiler."""
+    monkeypatch.setattr(warmup, "compile_all", lambda jobs, n: map(warmup.compile_job, jobs))
+    monkeypatch.setattr(compile_cache, "_compile_and_load", lambda *_: None)
+    assert main(["warmup", "--arch", "sm_90a", "--config", config([TOO_WIDE, ROTARY])]) == 1
+    text = capfd.readouterr().out
+    assert "FAILED: q: the kernel serves" in rows_of(text, "512")[0]
+    assert "1 compiled, 0 already there, 1 failed" in text
+
+
+def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("registers spilled")
+
+    monkeypatch.setattr(compile_cache, "_compile_and_load", fail)
+    job = warmup.Job(Configuration("rotary", "halves", {"head_dim": 72, "dtype": "float32"}), "sm_90a", "cuda:0")
+    outcome = warmup.compile_job(job)
+    assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: registers spilled")
+
+
+def test_a_process_that_dies_fails_its_jobs_only_by_name(monkeypatch):
+    class DeadPool:
+        def __init__(self, *_, mp_context):
+            assert mp_context.get_start_method() == "spawn"
+
+        def submit(self, function, job):
+            future = Future()
+            future.set_exception(warmup.BrokenProcessPool("a process died"))
+            return future
+
+        def shutdown(self, cancel_futures):
+            assert cancel_futures
+
+    monkeypatch.setattr(warmup, "ProcessPoolExecutor", DeadPool)
+    job = warmup.Job(Configuration("rotary", "halves", ROTARY), "sm_90a", "cuda:0")
+    (outcome,) = warmup.compile_all([job], 1)
+    assert (outcome.status, outcome.reason) == ("failed", "a process died")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_preset_is_served_on_every_architecture(family):
+    for name in ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"):
+        target = arch.resolve_arch(name, None)
+        for configuration in preset_configurations(family):
+            op = configuration.build_op()
+            assert op.check_support()
+            op._check_arch(op.dims, target)
+
+
+def test_no_two_presets_share_a_kernel():
+    keys = {}
+    for configuration in (c for family in FAMILIES for c in preset_configurations(family)):
+        op = configuration.build_op()
+        other = keys.setdefault(op._kernel_key(op.dims, H200).identity, configuration)
+        assert other is configuration
+
+
+def preset_key(family: str, op: str, **options):
+    made = Configuration(family, op, {"head_dim": 128, "dtype": "bfloat16", **options}).build_op()
+    return made._kernel_key(made.dims, H200)
+
+
+def test_presets_compile_what_calls_of_real_sizes_run():
+    bf16, i32 = (lambda *shape: TensorSpec(shape, "bfloat16")), (lambda *shape: TensorSpec(shape, "int32"))
+    q, pool, new = bf16(64, 32, 128), bf16(999, 16, 8, 128), bf16(64, 8, 128)
+    for append in (False, True):
+        tensors = {"new_k": new, "new_v": new} if append else {}
+        op = PagedGQADecode(q, pool, pool, i32(64, 77), q, seqlens_k=i32(64), **tensors)
+        assert op._kernel_key(op.dims, H200) == preset_key("attention", "paged decode", append=append)
+    q, k, row = bf16(4099, 32, 128), bf16(4099, 8, 128), TensorSpec((8192, 64), "float32")
+    op = RotaryEmbedding(q, (row, row), q, TensorSpec((4099,), "int64"), k=k, k_out=k, interleaved=False)
+    assert op._kernel_key(op.dims, H200) == preset_key("rotary", "halves")
+
+
+def test_options_replace_those_of_the_presets(compile_nothing, capsys):
+    options = ["--family", "rotary", "--arch", "sm_90a", "sm_80", "--head-dim", "96", "--dtype", "float32"]
+    assert main(["warmup", *options]) == 0
+    assert {job.arch for job in compile_nothing} == {"sm_90a", "sm_80"}
+    assert {job.configuration.family for job in compile_nothing} == {"rotary"}
+    assert {(o["head_dim"], o["dtype"]) for o in (job.configuration.options for job in compile_nothing)} == {
+        (96, "float32")
+    }
+
+
+def test_every_family_is_compiled_for_the_gpus_here_without_options(compile_nothing, monkeypatch, capsys):
+    names = ["sm_90a", "sm_80", "sm_80"]
+    named = warmup.resolve_arch
+    monkeypatch.setattr(warmup.torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(warmup, "resolve_arch", lambda name, index: named(name or names[index], None))
+    assert main(["warmup"]) == 0
+    assert {(job.arch, job.device) for job in compile_nothing} == {("sm_90a", "cuda:0"), ("sm_80", "cuda:1")}
+    assert {job.configuration.family for job in compile_nothing} == set(FAMILIES)
+
+
+def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(warmup.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(warmup.torch.cuda, "is_available", lambda: False)
+    assert main(["warmup"]) == 1
+    assert "arch: no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({}, "config: wanted a list of objects, got dict"),
+        ([ROTARY, "halves"], r"config\[1\]: wanted an object with a family and an op, got 'halves'"),
+        ([{**ROTARY, "family": "conv"}], r"config\[0\]: family: wanted one of csa.*, got 'conv'"),
+        ([{**ROTARY, "op": "thirds"}], r"config\[0\]: op: wanted one of halves.* in rotary, got 'thirds'"),
+        ([{**ROTARY, "pages": 16}], r"config\[0\]: halves: .*'pages'"),
+        ([{**ROTARY, "head_dim": "wide"}], r"config\[0\]: halves: "),
+        ([ROTARY, {**ROTARY, "dtype": "bf16"}], r"config\[1\]: x: wanted dtype .*, got bf16"),
+    ],
+)
+def test_a_malformed_file_is_refused_before_anything_is_compiled(compile_nothing, tmp_path, config, content, sentence):
+    config(content)
+    with pytest.raises(ContractError, match=sentence):
+        warmup.run(arch=["sm_90a"], config=tmp_path / "config.json")
+    assert compile_nothing == []
+
+
+def test_a_file_that_is_no_json_or_not_there_is_refused(compile_nothing, tmp_path):
+    (tmp_path / "config.json").write_text("[")
+    for name in ("config.json", "nothing.json"):
+        with pytest.raises(ContractError, match="config: wanted a readable JSON file"):
+            warmup.run(arch=["sm_90a"], config=tmp_path / name)
+
+
+def test_a_file_and_options_of_the_presets_exclude_each_other(compile_nothing, tmp_path, config):
+    config([ROTARY])
+    with pytest.raises(ContractError, match="config: wanted no family, head dim or dtype beside it"):
+        warmup.run(arch=["sm_90a"], config=tmp_path / "config.json", head_dim=[64])
+
+
+def test_a_cache_that_is_off_or_unusable_is_refused(compile_nothing, monkeypatch):
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", "/proc/nowhere")
+    with pytest.raises(UnsupportedError, match="the disk cache cannot be used"):
+        warmup.run(arch=["sm_90a"])
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "0")
+    with pytest.raises(ContractError, match="CUTEFORGE_DISK_CACHE: wanted 1"):
+        warmup.run(arch=["sm_90a"])
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--head-dim"])
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_a_number_that_is_not_positive_is_a_usage_error(option, number, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["warmup", option, number])
+    assert end.value.code == 2
+    assert option in capsys.readouterr().err

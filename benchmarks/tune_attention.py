@@ -47,7 +47,7 @@ def with_tile(problem: Dense, text: str, clusters: bool) -> Callable[[], object]
     Raises:
         ValueError: this GPU does not hold the tile.
     """
-    from cuteforge.attention.config import Tile, why_not
+    from cuteforge.gqa.config import Tile, why_not
     from cuteforge.runtime.arch import resolve_arch
 
     numbers = [int(field) for field in text.split(",")]

@@ -4,8 +4,6 @@ Importing this package imports neither torch nor cutlass; a name's module is imp
 """
 
 import importlib
-import sys
-import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -15,20 +13,20 @@ _MODULE_OF = {
     "UnsupportedError": "cuteforge.errors",
     "TensorSpec": "cuteforge.tensor_spec",
     "TupleDict": "cuteforge.api_base",
-    "GQADecode": "cuteforge.attention",
-    "GQAPrefill": "cuteforge.attention",
-    "MergeState": "cuteforge.attention",
-    "PagedGQADecode": "cuteforge.attention",
-    "PagedGQAPrefill": "cuteforge.attention",
-    "attn_decode": "cuteforge.attention",
-    "attn_paged_decode": "cuteforge.attention",
-    "attn_paged_prefill": "cuteforge.attention",
-    "attn_prefill": "cuteforge.attention",
-    "gqa_decode_wrapper": "cuteforge.attention",
-    "gqa_prefill_wrapper": "cuteforge.attention",
-    "merge_state": "cuteforge.attention",
-    "paged_gqa_decode_wrapper": "cuteforge.attention",
-    "paged_gqa_prefill_wrapper": "cuteforge.attention",
+    "GQADecode": "cuteforge.gqa",
+    "GQAPrefill": "cuteforge.gqa",
+    "MergeState": "cuteforge.gqa",
+    "PagedGQADecode": "cuteforge.gqa",
+    "PagedGQAPrefill": "cuteforge.gqa",
+    "attn_decode": "cuteforge.gqa",
+    "attn_paged_decode": "cuteforge.gqa",
+    "attn_paged_prefill": "cuteforge.gqa",
+    "attn_prefill": "cuteforge.gqa",
+    "gqa_decode_wrapper": "cuteforge.gqa",
+    "gqa_prefill_wrapper": "cuteforge.gqa",
+    "merge_state": "cuteforge.gqa",
+    "paged_gqa_decode_wrapper": "cuteforge.gqa",
+    "paged_gqa_prefill_wrapper": "cuteforge.gqa",
     "CSACompressorForward": "cuteforge.csa.compressor",
     "CSACompressorBackward": "cuteforge.csa.compressor",
     "csa_compressor_forward_wrapper": "cuteforge.csa.compressor",
@@ -57,21 +55,6 @@ _MODULE_OF = {
 }
 
 __all__ = ["__version__", *_MODULE_OF]
-
-
-class _Package(types.ModuleType):
-    """Keeps the name `attention` for the function: importing the subpackage of that name would bind it here otherwise."""
-
-    @property
-    def attention(self) -> Any:
-        return self.__dict__.get("attention") or __getattr__("attention")
-
-    @attention.setter
-    def attention(self, _: Any) -> None:
-        """What the import system does with a subpackage, and what `__getattr__` found: ``from cuteforge.attention import …`` needs neither."""
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

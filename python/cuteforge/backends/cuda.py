@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cuteforge.api_base import APIBase
-from cuteforge.attention import (
+from cuteforge.backends.interface import DECODE, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.gqa import (
     GQADecode,
     GQAPrefill,
     PagedGQADecode,
@@ -15,8 +17,6 @@ from cuteforge.attention import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.backends.interface import DECODE, AttentionBackend, Request, bound_batch, packed
-from cuteforge.backends.kernels import Spec, kernel_refusals
 
 _NO_DERIVATIVE = {
     "graph": "the kernels have no derivative, and q, k or v requires grad",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from cuteforge.attention.api import MAX_DECODE_TOKENS
 from cuteforge.errors import ContractError
+from cuteforge.gqa.api import MAX_DECODE_TOKENS
 
 if TYPE_CHECKING:
     from cuteforge.backends.kv_cache import Batch, KVCache

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase
-from cuteforge.attention import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill
 from cuteforge.csa.compressor import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.gqa import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill
 from cuteforge.rotary import RotaryEmbedding
 from cuteforge.runtime import arch, cutlass_compat, env
 from cuteforge.tensor_spec import TensorSpec

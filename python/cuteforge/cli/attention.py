@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cuteforge import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill, TensorSpec
-from cuteforge.attention import reference
 from cuteforge.cli.families import Case, Presets
+from cuteforge.gqa import reference
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZE = 16

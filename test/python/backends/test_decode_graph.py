@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cuteforge.attention.wrapper import paged_gqa_decode_wrapper
 from cuteforge.backends.decode_graph import DecodeGraph
 from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError
+from cuteforge.gqa.wrapper import paged_gqa_decode_wrapper
 from helpers.kv_cache import attend, poisoned
 
 HEADS, KV_HEADS, D = 8, 2, 64

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cuteforge import FlashAttnBackend, KVCache
-from cuteforge.attention import reference
 from cuteforge.backends import flash
+from cuteforge.gqa import reference
 from helpers.policy import check, check_packed, draw
 
 HEADS, KV_HEADS, D = 6, 2, 16

@@ -54,9 +54,9 @@ def facts(**changed) -> Request:
 
 def test_the_name_attention_stays_the_function_whatever_is_imported():
     """The subpackage of kernels has the same name; its own imports go on working."""
-    reference = importlib.import_module("cuteforge.attention.reference")
+    reference = importlib.import_module("cuteforge.gqa.reference")
     assert cuteforge.attention is attention and callable(cuteforge.attention)
-    assert reference.__name__ == "cuteforge.attention.reference"
+    assert reference.__name__ == "cuteforge.gqa.reference"
 
 
 def test_torch_serves_a_cpu_without_being_asked():

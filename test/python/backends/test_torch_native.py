@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cuteforge import ContractError, KVCache, UnsupportedError, attention
-from cuteforge.attention import reference
 from cuteforge.backends import sdpa
+from cuteforge.gqa import reference
 from helpers.packs import offsets
 from helpers.policy import check, check_packed, draw
 

@@ -9,9 +9,9 @@ import math
 import pytest
 
 from cuteforge import UnsupportedError
-from cuteforge.attention import kernel, merge
-from cuteforge.attention.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
-from cuteforge.attention.merge_config import MergeTraits
+from cuteforge.gqa import kernel, merge
+from cuteforge.gqa.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
+from cuteforge.gqa.merge_config import MergeTraits
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cuteforge.attention import reference
 from cuteforge.backends.kv_cache import KVCache
+from cuteforge.gqa import reference
 
 
 def poisoned(cache: KVCache) -> KVCache:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cuteforge import PagedGQADecode, PagedGQAPrefill, paged_gqa_decode_wrapper, paged_gqa_prefill_wrapper
-from cuteforge.attention import reference
+from cuteforge.gqa import reference
 from helpers import budget
 from helpers.attention import check_lse
 from helpers.canary import Canary

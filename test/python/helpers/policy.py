@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from cuteforge import AttentionBackend
-from cuteforge.attention import reference
 from cuteforge.backends import registry
+from cuteforge.gqa import reference
 from helpers import budget
 from helpers.packs import offsets
 

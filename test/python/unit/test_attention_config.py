@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cuteforge import UnsupportedError
-from cuteforge.attention import config
-from cuteforge.attention.config import (
+from cuteforge.gqa import config
+from cuteforge.gqa.config import (
     CTA_RESERVE_BYTES,
     MAX_WAVES,
     PARTS,
@@ -22,7 +22,7 @@ from cuteforge.attention.config import (
     why_not,
     workspace_bytes,
 )
-from cuteforge.attention.merge_config import MergeTraits
+from cuteforge.gqa.merge_config import MergeTraits
 from cuteforge.runtime.arch import resolve_arch
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}

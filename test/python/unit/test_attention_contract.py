@@ -19,9 +19,9 @@ from cuteforge import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.attention import MergeState
-from cuteforge.attention.api import MAX_DECODE_TOKENS, signature_of
-from cuteforge.attention.merge_api import signature_of as merge_signature_of
+from cuteforge.gqa import MergeState
+from cuteforge.gqa.api import MAX_DECODE_TOKENS, signature_of
+from cuteforge.gqa.merge_api import signature_of as merge_signature_of
 
 B, L, S, HQ, HK, D, T, TK, P, PS, R, C = 3, 2, 100, 8, 4, 64, 45, 90, 11, 16, 5, 7
 CLASSES = {

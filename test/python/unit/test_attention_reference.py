@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuteforge.attention import reference
+from cuteforge.gqa import reference
 
 FP64 = torch.float64
 INF = math.inf

@@ -24,7 +24,7 @@ from cuteforge import (
     merge_state,
     torch_library,
 )
-from cuteforge.attention import reference, torch_ops
+from cuteforge.gqa import reference, torch_ops
 from helpers import attention as attn
 from helpers import budget, paged
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits
@@ -201,7 +201,7 @@ def test_append_names_the_half_that_is_missing(missing, cpu_as_gpu):
 @pytest.mark.parametrize("entry", ["append", "out"])
 def test_launch_counts_what_it_writes(entry, monkeypatch):
     """As torch's own ops do: what was saved for a backward may not change unseen."""
-    wrapper = importlib.import_module("cuteforge.attention.wrapper")
+    wrapper = importlib.import_module("cuteforge.gqa.wrapper")
     monkeypatch.setattr(wrapper, "run_op", lambda *_: None)
     x = paged.small("append" if entry == "append" else "decode", "cpu")
     written = torch.zeros_like(x.q) if entry == "out" else x.k_cache
@@ -464,7 +464,7 @@ def test_registering_again_is_harmless():
 def test_eager_calls_skip_the_dispatcher(monkeypatch):
     launched = []
     for module in ("wrapper", "merge_api"):
-        module = importlib.import_module(f"cuteforge.attention.{module}")
+        module = importlib.import_module(f"cuteforge.gqa.{module}")
         monkeypatch.setattr(module, "run_op", lambda key, *_: launched.append(key[0]))
         monkeypatch.setattr(module, "call_op", None)
     for name in CASES:

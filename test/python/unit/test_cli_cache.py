@@ -144,7 +144,7 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, text):
     ("builder", "parts"),
     [
         ("cuteforge.csa.compressor.forward:build", ("csa", "compressor.forward")),
-        ("cuteforge.attention.kernel:build", ("attention", "kernel")),
+        ("cuteforge.gqa.kernel:build", ("gqa", "kernel")),
         ("mine:build", ("mine", "")),
         ("unknown", ("unknown", "")),
     ],

@@ -63,7 +63,7 @@ def test_two_processes_fill_the_cache_and_a_second_run_finds_it_full(cache, conf
     assert main(command) == 0
     assert capfd.readouterr().out.count("compiled") >= 3
     assert sorted(entry.builder for entry in cache.ls()) == [
-        "cuteforge.attention.merge:build",
+        "cuteforge.gqa.merge:build",
         "cuteforge.rotary.kernel:build",
     ]
     assert {entry.arch for entry in cache.ls()} == {"sm_90a"}

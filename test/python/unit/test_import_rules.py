@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
-FAMILIES = ("attention", "rotary", "csa")
+FAMILIES = ("gqa", "rotary", "csa")
 LAYERS = (
     "errors",
     "tensor_spec",

@@ -3,10 +3,10 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from cuteforge.attention.config import WARP, Traits
 from cuteforge.device.kv_source import PagedKV, StridedKV
 from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import WARP, Traits
 
 
 class Operands(TraceConstant):
@@ -125,7 +125,8 @@ class Unit(TraceConstant):
         self.q_len = counts.tokens if q_len is None else q_len
         self.first_row = row_tile * self.traits.tile.tile_m
         self.num_rows = self.q_len * counts.group
-        self.first_key, self.k_len = counts.keys_of(batch)
+        # loaded, so the compiler cannot know that all lanes have one value: as such it takes no register of each
+        self.first_key, self.k_len = (cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch))
 
     @classmethod
     def of_block(cls, counts: Counts, index, lane):
@@ -218,7 +219,8 @@ def find_request(counts: Counts, slot: Int32, lane: Int32):
     q_len = after - first
     if first < 0 or after < first or row_tile < 0:
         q_len = Int32(0)
-    return low, first, q_len, cutlass.max(row_tile, 0)
+    # one value in all lanes, though they looked at different offsets: worth no register of each
+    return [cute.arch.make_warp_uniform(x) for x in (low, first, q_len, cutlass.max(row_tile, 0))]
 
 
 def _first_slot(counts: Counts, first_token, request):

@@ -6,12 +6,12 @@ They carry the sign of the scale, and are 0 for a scale of 0, so that scores are
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from cuteforge.attention.config import ROW_BLOCK, WARP
 from cuteforge.device.copy import gmem_run, smem_words
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, in_register, ldmatrix_x4
 from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import ROW_BLOCK, WARP
 
 SIGN_BITS = 0x80008000
 

@@ -4,13 +4,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from cuteforge.attention.config import WARP, Traits
-from cuteforge.attention.result import Partials, reciprocal_or_zero, store_lse, store_rounded
-from cuteforge.attention.shares import BEGUN, CONTINUED, Shares
-from cuteforge.attention.work import Counts, Operands, Unit, divisor
 from cuteforge.device.copy import gmem_run
 from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, select
 from cuteforge.device.traced import TraceConstant, named_kernel
+from cuteforge.gqa.config import WARP, Traits
+from cuteforge.gqa.result import Partials, reciprocal_or_zero, store_lse, store_rounded
+from cuteforge.gqa.shares import BEGUN, CONTINUED, Shares
+from cuteforge.gqa.work import Counts, Operands, Unit, divisor
 
 # Warps that share the parts of one row: with up to four parts each, all are on their way at once.
 NUM_WARPS = 8

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase
-from cuteforge.attention.checks import ShapeCheck, check_contents, check_relations
-from cuteforge.attention.config import Problem, Traits, max_ctas, select_decode, select_prefill, workspace_bytes
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
+from cuteforge.gqa.config import Problem, Traits, max_ctas, select_decode, select_prefill, workspace_bytes
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16")
 MAX_DECODE_TOKENS = 16
-_BUILDER = "cuteforge.attention.kernel:build"
+_BUILDER = "cuteforge.gqa.kernel:build"
 
 # What the compiled entry takes, in its order, by the names that the ops have for it.
 _ENTRY = (

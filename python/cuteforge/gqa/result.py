@@ -3,14 +3,14 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from cuteforge.attention.config import PARTS, ROW_BLOCK, WARP, Traits
-from cuteforge.attention.shares import WHOLE
-from cuteforge.attention.work import Counts, Unit
 from cuteforge.device.copy import gmem_run, smem_floats
 from cuteforge.device.math import NEG_INF, exp2_fast, fma_rn, rcp_rn, select
 from cuteforge.device.mma_sm80 import pack_pair
 from cuteforge.device.softmax import HALVES, log_sum_exp
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import PARTS, ROW_BLOCK, WARP, Traits
+from cuteforge.gqa.shares import WHOLE
+from cuteforge.gqa.work import Counts, Unit
 
 
 class Results(TraceConstant):

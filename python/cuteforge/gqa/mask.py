@@ -3,11 +3,11 @@
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from cuteforge.attention.work import Unit
 from cuteforge.device.copy import gmem_run
 from cuteforge.device.math import NEG_INF, keep, select
 from cuteforge.device.softmax import HALVES
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.work import Unit
 
 
 class ScoreMask(TraceConstant):
@@ -73,7 +73,7 @@ class MaskRow(TraceConstant):
         """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by column."""
         kept = Int32(0)
         # All loads at once take more registers than results of a wide head leave.
-        for i in cutlass.range(count, unroll=4 if self.is_wide else count):
+        for i in cutlass.range(count, unroll=2 if self.is_wide else count):
             col = first + i // 2 * 8 + i % 2
             if col < self.num_cols:
                 if gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0:

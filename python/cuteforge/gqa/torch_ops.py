@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from cuteforge.attention import reference
-from cuteforge.attention.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
-from cuteforge.attention.checks import check_contents
-from cuteforge.attention.merge_api import INPUT_NAMES, MergeState, check_outputs, new_merged, run_merge
-from cuteforge.attention.wrapper import (
+from cuteforge.gqa import reference
+from cuteforge.gqa.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
+from cuteforge.gqa.checks import check_contents
+from cuteforge.gqa.merge_api import INPUT_NAMES, MergeState, check_outputs, new_merged, run_merge
+from cuteforge.gqa.wrapper import (
     APPEND_OP,
     NEW_NAMES,
     OPS,

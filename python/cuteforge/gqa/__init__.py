@@ -1,9 +1,9 @@
 """Attention over dense, packed and paged keys and values."""
 
-from cuteforge.attention import torch_ops as _torch_ops  # noqa: F401  # registers the ops
-from cuteforge.attention.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
-from cuteforge.attention.merge_api import MergeState, merge_state
-from cuteforge.attention.wrapper import (
+from cuteforge.gqa import torch_ops as _torch_ops  # noqa: F401  # registers the ops
+from cuteforge.gqa.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
+from cuteforge.gqa.merge_api import MergeState, merge_state
+from cuteforge.gqa.wrapper import (
     attn_decode,
     attn_paged_decode,
     attn_paged_prefill,

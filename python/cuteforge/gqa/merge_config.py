@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuteforge.attention.config import WARP
+from cuteforge.gqa.config import WARP
 from cuteforge.tensor_spec import ITEMSIZE
 
 ACCESS_BYTES = 16

@@ -3,12 +3,12 @@
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.attention.config import WARP
-from cuteforge.attention.result import reciprocal_or_zero, store_lse, store_rounded
-from cuteforge.attention.work import Unit
 from cuteforge.device.copy import smem_floats
 from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, fma_rn, select
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import WARP
+from cuteforge.gqa.result import reciprocal_or_zero, store_lse, store_rounded
+from cuteforge.gqa.work import Unit
 
 COLS = 4
 

@@ -10,15 +10,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from cuteforge.api_base import TupleDict
-from cuteforge.attention.api import (
+from cuteforge.errors import ContractError
+from cuteforge.gqa.api import (
     GQADecode,
     GQAPrefill,
     PagedGQADecode,
     PagedGQAPrefill,
     decode_rows,
 )
-from cuteforge.attention.config import ROW_BLOCK
-from cuteforge.errors import ContractError
+from cuteforge.gqa.config import ROW_BLOCK
 from cuteforge.op_cache import dense, run_op
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 

@@ -11,10 +11,10 @@ Lengths are read on the device, so a captured graph stays right, and balanced, f
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.attention.config import WARP, Traits
-from cuteforge.attention.work import Counts, divisor
 from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import WARP, Traits
+from cuteforge.gqa.work import Counts, divisor
 
 # Parts of a CTA: of a unit that began before, and of one that goes on.
 CONTINUED, BEGUN = 0, 1

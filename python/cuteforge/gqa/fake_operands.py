@@ -4,8 +4,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cuteforge.attention.config import Problem
 from cuteforge.device.dtypes import DTYPES
+from cuteforge.gqa.config import Problem
 
 ALIGN_BYTES = 16
 ALIGN_ELEMS = 8

@@ -11,9 +11,16 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from cuteforge.attention.cluster import ClusterPart
-from cuteforge.attention.combine import Combine
-from cuteforge.attention.config import (
+from cuteforge.device.copy import evict_first_policy
+from cuteforge.device.dtypes import DTYPES
+from cuteforge.device.kv_ring import KVRing
+from cuteforge.device.math import LOG2_E, select
+from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
+from cuteforge.device.softmax import HALVES, OnlineSoftmax
+from cuteforge.device.traced import named_kernel
+from cuteforge.gqa.cluster import ClusterPart
+from cuteforge.gqa.combine import Combine
+from cuteforge.gqa.config import (
     MAX_CLUSTER_TURNS,
     MAX_WAVES,
     ROW_BLOCK,
@@ -22,11 +29,11 @@ from cuteforge.attention.config import (
     Traits,
     cta_workspace_bytes,
 )
-from cuteforge.attention.fake_operands import operands
-from cuteforge.attention.mask import ScoreMask
-from cuteforge.attention.queries import load_queries
-from cuteforge.attention.result import GroupJoin, Results
-from cuteforge.attention.shares import (
+from cuteforge.gqa.fake_operands import operands
+from cuteforge.gqa.mask import ScoreMask
+from cuteforge.gqa.queries import load_queries
+from cuteforge.gqa.result import GroupJoin, Results
+from cuteforge.gqa.shares import (
     BEGUN,
     CONTINUED,
     WHOLE,
@@ -36,14 +43,7 @@ from cuteforge.attention.shares import (
     may_cut_units,
     turns_of_keys,
 )
-from cuteforge.attention.work import Counts, Operands, Unit
-from cuteforge.device.copy import evict_first_policy
-from cuteforge.device.dtypes import DTYPES
-from cuteforge.device.kv_ring import KVRing
-from cuteforge.device.math import LOG2_E, select
-from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
-from cuteforge.device.softmax import HALVES, OnlineSoftmax
-from cuteforge.device.traced import named_kernel
+from cuteforge.gqa.work import Counts, Operands, Unit
 from cuteforge.runtime.compile_cache import Build
 
 

@@ -2,258 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from cuteforge.api_base import APIBase
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
-from cuteforge.gqa.config import Problem, Traits, max_ctas, select_decode, select_prefill, workspace_bytes
-from cuteforge.runtime.arch import Arch, resolve_arch
-from cuteforge.runtime.compile_cache import KernelKey
-from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
+from cuteforge.gqa.config import Problem, Traits, select_decode
+from cuteforge.gqa.op import AttentionOp
+from cuteforge.runtime.arch import Arch
+from cuteforge.tensor_spec import Dims
 
-FLOATS = ("bfloat16", "float16")
 MAX_DECODE_TOKENS = 16
-_BUILDER = "cuteforge.gqa.kernel:build"
-
-# What the compiled entry takes, in its order, by the names that the ops have for it.
-_ENTRY = (
-    ("q",), ("k", "k_cache"), ("v", "v_cache"), ("out",), ("lse",), ("mask",), ("seqlens_k", "kv_indptr"), ("cu_seqlens_q",),
-    ("cu_seqlens_k",), ("page_table",), ("page_table_rows",), ("new_k",), ("new_v",), ("workspace",),
-)  # fmt: skip
-_QUERIES = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
-_KEYS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
-_MASKS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
-_MASK_SHAPES = "2, 3 or 4 dims, (B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 
 
-@functools.cache
-def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]) -> Signature:
-    """The operands `names` of an op, in this order."""
-    q, kv = _QUERIES[queries], _KEYS[keys]
-    dims = {
-        "q": f"{q} D",
-        "k": f"{kv} D",
-        "v": f"{kv} Dv",
-        "k_cache": f"{kv} D",
-        "v_cache": f"{kv} Dv",
-        "out": f"{q} Dv",
-        "lse": "Hq T" if queries == "packed" else "B Hq L",
-        "mask": _MASKS.get(mask_rank, ""),
-        "seqlens_k": "B",
-        "kv_indptr": "B+1",
-        "cu_seqlens_q": "B+1",
-        "cu_seqlens_k": "B+1",
-        "page_table": "R C",
-        "page_table_rows": "B",
-        "new_k": "B Hkv D",
-        "new_v": "B Hkv Dv",
-        "workspace": "W",
-    }
-    written = {"out", "lse", "workspace"} | ({"k_cache", "v_cache"} if "new_k" in names else set())
-    return Signature(*(_operand(name, dims[name], "out" if name in written else "in") for name in names))
-
-
-def _operand(name: str, dims: str, role: str) -> Operand:
-    if name == "lse":
-        return Operand(name, dims, ("float32",), align_bytes=4, role=role)
-    if name == "mask":
-        return Operand(name, dims, ("bool",))
-    if name == "workspace":
-        return Operand(name, dims, ("uint8",), align_bytes=16, role=role)
-    if dims.split()[-1] in ("D", "Dv"):
-        return Operand(name, dims, FLOATS if name == "q" else ("=q",), align_bytes=16, role=role)
-    return Operand(name, dims, ("int32",), align_bytes=4)
-
-
-class _Attention(APIBase):
-    """What the ops share: operands that may be absent, checks, and the scalars of a launch."""
-
-    _REQUIRED: tuple[str, ...]
-    num_splits: int | None = None
-
-    def __init__(self, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
-        given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
-        ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
-        self.causal = bool(causal)
-        self.softmax_scale = checked_scale(softmax_scale)
-        self._optional = tuple(name for name in given if name not in self._REQUIRED)
-        self._check_presence(given)
-        if "mask" in ranks and ranks["mask"] not in _MASKS:
-            raise ContractError(f"mask: wanted {_MASK_SHAPES}, got {ranks['mask']} dims")
-        self._queries, self._keys = self._layouts(ranks, given)
-        if self._splits:
-            given["workspace"] = TensorSpec((0,), "uint8")
-        self.signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
-        super().__init__(**given)
-        self._arrange = Arrangement(self.signature.names)
-        self._shapes = ShapeCheck(self.signature.names)
-
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
-        """Refuse operands that need one another, or exclude one another."""
-
-    def _layouts(self, ranks: Mapping[str, int], given: Mapping[str, Any]) -> tuple[str, str]:
-        """Names of the layouts of queries and keys, from ranks and presence."""
-        raise NotImplementedError
-
-    @property
-    def _splits(self) -> bool:
-        """Whether several CTAs may share the keys of a unit, which takes a workspace."""
-        return False
-
-    def _select(self, problem: Problem, arch: Arch) -> Traits:
-        return select_prefill(problem, arch)
-
-    # Hooks of APIBase.
-
-    def _known(self) -> Dims:
-        return {"L": 1} if self._queries == "single" else {}
-
-    def _check_relations(self, dims: Dims) -> None:
-        check_relations(dims, self.samples, self._queries, self._keys)
-
-    def _traits(self, dims: Dims, arch: Arch) -> Traits:
-        samples = self.samples
-        problem = Problem(
-            dtype=samples["q"].dtype,
-            head_dim=dims["D"],
-            v_dim=dims["Dv"],
-            queries=self._queries,
-            keys=self._keys,
-            lengths="seqlens" if "seqlens_k" in samples else "indptr" if "kv_indptr" in samples else None,
-            causal=self.causal and self._queries != "single",
-            mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
-            has_lse="lse" in samples,
-            has_rows="page_table_rows" in samples,
-            appends="new_k" in samples,
-        )
-        return self._select(problem, arch)
-
-    def _check_arch(self, dims: Dims, arch: Arch) -> None:
-        self._traits(dims, arch)
-
-    def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
-        return KernelKey(_BUILDER, self._traits(dims, arch), arch.name)
-
-    def _scalars(self, arch: Arch) -> tuple[int, ...]:
-        return max_ctas(self._traits(self.dims, arch), arch), self.num_splits or 0
-
-    def _is_empty(self, operands: tuple) -> bool:
-        return operands[len(self._REQUIRED) - 1].numel() == 0  # out
-
-    def _check_contents(self, operands: tuple) -> None:
-        check_contents(dict(zip(self.signature.names, operands)))
-
-    # Launching.
-
-    def execute(
-        self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
-        stream: Any = None, **named: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Write all of `out`, and of `lse`. No allocation, copy, device read or synchronization.
-
-        Args:
-            operands, named: as the samples, in their order and by their names.
-            softmax_scale: None for that of the op.
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may
-                run at the same time need two.
-            stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
-
-        Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
-        """
-        self._launch_checked(self._gather(operands, named, workspace), softmax_scale, stream)
-
-    def _launch_checked(
-        self, tensors: tuple, softmax_scale: float | None, stream: Any, check_graph: bool = True
-    ) -> None:
-        """Launch on the operands of `signature`, in its order."""
-        if not self._shapes(tensors):
-            self.check_call(tensors)
-        self._launch(tensors, stream, (self._scale_of(softmax_scale),), check_graph)
-
-    def bind(
-        self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
-        stream: Any = None, **named: torch.Tensor | None,
-    ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
-        tensors = self._gather(operands, named, workspace)
-        return self._bind(tensors, stream, (self._scale_of(softmax_scale),))
-
-    def _scale_of(self, softmax_scale: float | None) -> float:
-        scale = self.softmax_scale if softmax_scale is None else checked_scale(softmax_scale)
-        return self.dims["D"] ** -0.5 if scale is None else scale
-
-    def _gather(self, operands: tuple, named: dict[str, Any], workspace: Any) -> tuple:
-        """The operands of a call in the order of the signature; others than the samples' are refused."""
-        if len(operands) != len(self._REQUIRED):
-            operands = self._required(operands, named)
-        if len(named) != len(self._optional) or not all(map(named.__contains__, self._optional)):
-            named = self._check_optional(named)
-        operands = (*operands, *[named[name] for name in self._optional])
-        if self._compiled is None:
-            self._load_again(operands)
-        return (*operands, self._check_workspace(operands[0], workspace)) if self._splits else operands
-
-    def _required(self, operands: tuple, named: dict[str, Any]) -> tuple:
-        """Positional operands with those that were given by name, which are taken out of `named`."""
-        rest = self._REQUIRED[len(operands) :]
-        missing = [name for name in rest if name not in named]
-        if len(operands) > len(self._REQUIRED) or missing:
-            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self._REQUIRED)}: missing {missing}")
-        return (*operands, *(named.pop(name) for name in rest))
-
-    def _check_optional(self, named: dict[str, Any]) -> dict[str, Any]:
-        """`named` without None. Refuses other operands than the samples'."""
-        given = {name: x for name, x in named.items() if x is not None}
-        for name in self._optional:
-            if name not in given:
-                raise ContractError(f"{name}: wanted a tensor, as in the samples, got None")
-        for name in given:
-            if name not in self._optional:
-                raise ContractError(f"{name}: wanted None, as in the samples, got {type(given[name]).__name__}")
-        return given
-
-    def workspace_bytes(self) -> int:
-        """Bytes of the uint8 workspace that `execute` takes, the same for all sizes; 0 where none is needed."""
-        return self.workspace_bytes_on(self._sample_device())
-
-    def workspace_bytes_on(self, device_index: int | None) -> int:
-        """`workspace_bytes` for operands of another GPU than the samples'."""
-        if not self._splits:
-            return 0
-        arch = resolve_arch(self._compiled.arch.name if self._compiled else None, device_index)
-        return workspace_bytes(self._traits(self.dims, arch), arch)
-
-    def _check_workspace(self, q: Any, workspace: Any) -> Any:
-        """Refuse a workspace that is too small."""
-        if not isinstance(q, torch.Tensor) or not q.is_cuda:
-            return workspace  # the table refuses q by name
-        needed = self._workspace_bytes(q.get_device())
-        if type(workspace) is torch.Tensor and workspace.dtype is torch.uint8 and workspace.dim() == 1:
-            if workspace.numel() >= needed and workspace.device == q.device:
-                return workspace
-        wanted = f"shape (W) with W >= {needed}, dtype uint8, on {q.device}"
-        got = type(workspace).__name__
-        if isinstance(workspace, torch.Tensor):
-            got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
-        raise ContractError(f"workspace: wanted {wanted}, got {got}")
-
-    @functools.cached_property
-    def _workspace_bytes(self) -> Callable[[int], int]:
-        return functools.cache(self.workspace_bytes_on)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_workspace_bytes"}
-
-
-class _Decode(_Attention):
+class _Decode(AttentionOp):
     """A few query tokens for many keys, which several CTAs share."""
 
     def __init__(self, num_splits: int | None, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
@@ -313,7 +75,7 @@ class GQADecode(_Decode):
         return "batch", "batch"
 
 
-class GQAPrefill(_Attention):
+class GQAPrefill(AttentionOp):
     """Attention of many query tokens over dense or packed keys and values; dims, numerics and what is not said here as `GQADecode`.
 
     Args:
@@ -398,7 +160,7 @@ class PagedGQADecode(_Paged, _Decode):
         return "single" if ranks["q"] == 3 else "batch", _pool_layout(ranks)
 
 
-class PagedGQAPrefill(_Paged, _Attention):
+class PagedGQAPrefill(_Paged, AttentionOp):
     """Attention of packed query tokens over keys and values in pages; dims, numerics and what is not said here as `PagedGQADecode`.
 
     Args:
@@ -430,36 +192,9 @@ class PagedGQAPrefill(_Paged, _Attention):
         return "packed", _pool_layout(ranks)
 
 
-class Arrangement:
-    """The operands of a call -> what the compiled entry takes, None for those that the op does not have."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        absent = len(names)
-        self._places = [next((names.index(n) for n in choices if n in names), absent) for choices in _ENTRY]
-        self._has_mask = "mask" in names
-
-    def __call__(self, operands: tuple) -> tuple:
-        given = (*operands, None)
-        arranged = [given[place] for place in self._places]
-        if self._has_mask:
-            arranged[5] = arranged[5].view(torch.uint8)
-        return tuple(arranged)
-
-
 def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
     """Query rows that read one KV head: the heads of its group times the tokens."""
     return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
-
-
-def checked_scale(value: float | None) -> float | None:
-    """`value` as a float, or None.
-
-    Raises:
-        ContractError: no finite number; a tensor is none.
-    """
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-        raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
-    return None if value is None else float(value)
 
 
 def _splits(value: int | None) -> int | None:

@@ -40,6 +40,14 @@ def gmem_run(dtype, address, elems: int) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(elems))
 
 
+def row_address(m: cute.Tensor, index: tuple):
+    """Byte address of the first element at the leading `index`: of a row, where that is all modes but the last."""
+    offset = Int64(0)
+    for place, stride in zip(index, m.stride):
+        offset = offset + Int64(place) * Int64(stride)
+    return m.iterator.toint() + offset * (m.element_type.width // 8)
+
+
 def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
     """`elems` adjacent elements of shared memory at `base + offset`, aligned to their size."""
     align = elems * base.dtype.width // 8

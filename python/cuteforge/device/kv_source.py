@@ -7,7 +7,7 @@ takes a memory latency, so lanes share the work: `KVRing` lets each lane look up
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import gmem_run
+from cuteforge.device.copy import gmem_run, row_address
 from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
@@ -25,13 +25,13 @@ class StridedKV(TraceConstant):
     @classmethod
     def of_batch(cls, mK: cute.Tensor, mV: cute.Tensor, batch, head):
         """(B, S, Hkv, D) tensors."""
-        bases = (_address(m, (batch, 0, head)) for m in (mK, mV))
+        bases = (row_address(m, (batch, 0, head)) for m in (mK, mV))
         return cls(*bases, _byte_stride(mK, 1), _byte_stride(mV, 1))
 
     @classmethod
     def of_packed(cls, mK: cute.Tensor, mV: cute.Tensor, first_token, head):
         """(T, Hkv, D) tensors, from the token where the request starts."""
-        bases = (_address(m, (first_token, head)) for m in (mK, mV))
+        bases = (row_address(m, (first_token, head)) for m in (mK, mV))
         return cls(*bases, _byte_stride(mK, 0), _byte_stride(mV, 0))
 
     def addresses(self, token):
@@ -58,7 +58,8 @@ class PagedKV(TraceConstant):
         self.page_size = Int32(1) if self.is_flat else mK.shape[1]
         place = (0, head) if self.is_flat else (0, 0, head)
         self.pools = [
-            (_address(m, place), _byte_stride(m, 0), Int64(0) if self.is_flat else _byte_stride(m, 1)) for m in (mK, mV)
+            (row_address(m, place), _byte_stride(m, 0), Int64(0) if self.is_flat else _byte_stride(m, 1))
+            for m in (mK, mV)
         ]
         self.new, self.new_token = new, new_token
 
@@ -97,14 +98,6 @@ class PagedKV(TraceConstant):
 
 def _byte_stride(m: cute.Tensor, mode: int):
     return Int64(m.stride[mode]) * (m.element_type.width // 8)
-
-
-def _address(m: cute.Tensor, index: tuple):
-    """Byte address of the first element at the leading `index`."""
-    address = m.iterator.toint()
-    for mode, place in enumerate(index):
-        address = address + Int64(place) * _byte_stride(m, mode)
-    return address
 
 
 def shuffle_address(address, lane):

@@ -99,6 +99,11 @@ def max_of(terms) -> Float32:
     return largest
 
 
+def fast_divisor(number):
+    """A divisor whose reciprocal the host finds; of 0, with which nothing is launched, as of 1."""
+    return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
+
+
 def select(cond, a, b):
     """``a`` where ``cond``, else ``b``, without a branch."""
     return cutlass.select_(cond, a, b)

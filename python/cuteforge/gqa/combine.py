@@ -5,12 +5,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from cuteforge.device.copy import gmem_run
-from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, select
+from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, fast_divisor, select
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.gqa.config import WARP, Traits
 from cuteforge.gqa.result import Partials, reciprocal_or_zero, store_lse, store_rounded
 from cuteforge.gqa.shares import BEGUN, CONTINUED, Shares
-from cuteforge.gqa.work import Counts, Operands, Unit, divisor
+from cuteforge.gqa.work import Counts, Operands, Unit
 
 # Warps that share the parts of one row: with up to four parts each, all are on their way at once.
 NUM_WARPS = 8
@@ -31,7 +31,7 @@ class Combine:
         places = counts.requests * counts.row_tiles
         if pieces == 0:
             places = cutlass.min(places, teams)
-        self.kernel(tensors, (*by, divisor(rows)), plan).launch(
+        self.kernel(tensors, (*by, fast_divisor(rows)), plan).launch(
             grid=(places * counts.kv_heads * rows, 1, 1),
             block=(WARP * NUM_WARPS, 1, 1),
             stream=stream,

@@ -17,7 +17,6 @@ from cuteforge.runtime.arch import Arch
 WARP = 32
 ROW_BLOCK = 16
 MAX_HEAD_DIM = 256
-CTA_RESERVE_BYTES = 1024  # of shared memory, taken by the system
 SMEM_ALIGNMENT = 128
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
@@ -179,14 +178,7 @@ def cta_workspace_bytes(traits: Traits) -> int:
 
 def why_not(traits: Traits, arch: Arch) -> str | None:
     """Why a GPU cannot run a tile, None if it can."""
-    if traits.smem_bytes > arch.smem_bytes_per_cta:
-        return (
-            f"{traits.tile} takes {traits.smem_bytes} bytes of shared memory a CTA, there are {arch.smem_bytes_per_cta}"
-        )
-    resident = traits.tile.ctas_per_sm * (traits.smem_bytes + CTA_RESERVE_BYTES)
-    if resident > arch.smem_bytes_per_sm:
-        return f"{traits.tile} takes {resident} bytes of shared memory an SM, there are {arch.smem_bytes_per_sm}"
-    return None
+    return arch.why_not_resident(traits.tile, traits.smem_bytes, traits.tile.ctas_per_sm)
 
 
 def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool) -> Traits:

@@ -8,13 +8,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cuteforge.device.copy import gmem_run, load_fp32
+from cuteforge.device.copy import gmem_run, load_fp32, row_address
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.math import NEG_INF, div_rn, exp_accurate, fma_rn, mul_rn, rcp_rn, select
 from cuteforge.device.traced import named_kernel
 from cuteforge.gqa.config import WARP
 from cuteforge.gqa.merge_config import ACCESS_BYTES, MergeTraits
-from cuteforge.gqa.work import row_address
 from cuteforge.runtime.compile_cache import Build
 
 

@@ -11,10 +11,10 @@ Lengths are read on the device, so a captured graph stays right, and balanced, f
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.math import select
+from cuteforge.device.math import fast_divisor, select
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP, Traits
-from cuteforge.gqa.work import Counts, divisor
+from cuteforge.gqa.work import Counts
 
 # Parts of a CTA: of a unit that began before, and of one that goes on.
 CONTINUED, BEGUN = 0, 1
@@ -184,7 +184,7 @@ class Shares(TraceConstant):
 
 def make_plan(counts: Counts, teams, pieces) -> tuple:
     """The plan of `Shares`, by the host."""
-    return teams, pieces, divisor(turns_of_keys(counts.traits, counts.most_keys()))
+    return teams, pieces, fast_divisor(turns_of_keys(counts.traits, counts.most_keys()))
 
 
 def may_cut_units(counts: Counts, plan: tuple):

@@ -3,8 +3,9 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from cuteforge.device.copy import row_address
 from cuteforge.device.kv_source import PagedKV, StridedKV
-from cuteforge.device.math import select
+from cuteforge.device.math import fast_divisor, select
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP, Traits
 
@@ -19,11 +20,6 @@ class Operands(TraceConstant):
     def __init__(self, *tensors):
         for name, tensor in zip(self.NAMES, tensors, strict=True):
             setattr(self, name, tensor)
-
-
-def divisor(number):
-    """A divisor whose reciprocal the host finds, for few instructions a division; of 0, with which nothing is launched, as of 1."""
-    return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
 
 
 class Counts(TraceConstant):
@@ -66,7 +62,7 @@ class Counts(TraceConstant):
 
     def divisors(self) -> tuple:
         """`by`, prepared by the host."""
-        return divisor(self.group), divisor(self.kv_heads), divisor(self.row_tiles)
+        return fast_divisor(self.group), fast_divisor(self.kv_heads), fast_divisor(self.row_tiles)
 
     def most_keys(self):
         """Keys that a request can have, by shape."""
@@ -232,11 +228,3 @@ def _span(table, batch, most):
     begin, end = table[batch], cutlass.min(table[batch + 1], most)
     valid = (begin >= 0) & (end >= begin)
     return select(valid, begin, Int32(0)), select(valid, end - begin, Int32(0))
-
-
-def row_address(m: cute.Tensor, index: tuple):
-    """Byte address of the row at all but the last mode."""
-    offset = Int64(0)
-    for place, stride in zip(index, m.stride):
-        offset = offset + Int64(place) * Int64(stride)
-    return m.iterator.toint() + offset * (m.element_type.width // 8)

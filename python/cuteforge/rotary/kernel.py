@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import load_fp32
-from cuteforge.device.math import fma_rn, mul_rn, select
+from cuteforge.device.math import fast_divisor, fma_rn, mul_rn, select
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.rotary.config import MAX_ACCESS_BYTES, Traits
 from cuteforge.rotary.fake_operands import FakeOperands
@@ -238,11 +238,6 @@ class Angles(TraceConstant):
                 offset = Int64(self.position) * Int64(mTable.stride[0]) + Int64(pair)
                 fill(rTable, load_floats(mTable, offset, self.pairs))
         return [elements(rTable) for rTable in rTables]
-
-
-def fast_divisor(number):
-    """A divisor whose reciprocal the host finds; of 0, with which nothing is launched, as of 1."""
-    return cute.fast_divmod_create_divisor_v2(cutlass.max(number, 1))
 
 
 def adjacent_heads(heads: Heads, index, first_head, col, count: int) -> list:

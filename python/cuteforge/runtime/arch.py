@@ -12,6 +12,7 @@ from cuteforge.runtime import env
 _KIB = 1024
 _MIB = 1024 * _KIB
 _MIN_MAJOR = 8
+CTA_RESERVE_BYTES = 1024  # shared memory that the driver keeps for each resident CTA
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class Arch:
     def capability(self) -> tuple[int, int]:
         """Compute capability, `(major, minor)`."""
         return self.major, self.minor
+
+    def why_not_resident(self, what: object, smem_bytes: int, ctas_per_sm: int) -> str | None:
+        """Why an SM does not hold `ctas_per_sm` CTAs of so much shared memory each, None if it does; `what` begins the sentence."""
+        if smem_bytes > self.smem_bytes_per_cta:
+            return f"{what} takes {smem_bytes} bytes of shared memory a CTA, there are {self.smem_bytes_per_cta}"
+        resident = ctas_per_sm * (smem_bytes + CTA_RESERVE_BYTES)
+        if resident > self.smem_bytes_per_sm:
+            return f"{what} takes {resident} bytes of shared memory an SM, there are {self.smem_bytes_per_sm}"
+        return None
 
 
 @dataclass(frozen=True)

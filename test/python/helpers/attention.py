@@ -387,8 +387,13 @@ def lse_slack(x: Inputs, b: int) -> float:
         q, k = x.q[b], x.k[b]
     else:
         q, k = (t[cuts[b] : cuts[b + 1]] for t, cuts in ((x.q, x.cu_seqlens_q), (x.k, x.cu_seqlens_k)))
+    return score_slack(q, k, scale)
+
+
+def score_slack(q: torch.Tensor, k: torch.Tensor, scale: float) -> float:
+    """`lse_slack` of given queries and keys."""
     longest = [float(t.float().nan_to_num(0).norm(dim=-1).max()) if t.numel() else 0.0 for t in (q, k)]
-    return (d / 8 + 4) * 2.0**-23 * (1 + scale * longest[0] * longest[1])
+    return (q.shape[-1] / 8 + 4) * 2.0**-23 * (1 + scale * longest[0] * longest[1])
 
 
 def same(a: Results, b: Results) -> bool:

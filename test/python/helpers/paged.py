@@ -11,7 +11,7 @@ import torch
 from cuteforge import PagedGQADecode, PagedGQAPrefill, paged_gqa_decode_wrapper, paged_gqa_prefill_wrapper
 from cuteforge.gqa import reference
 from helpers import budget
-from helpers.attention import check_lse
+from helpers.attention import check_lse, score_slack
 from helpers.canary import Canary
 from helpers.packs import offsets
 from helpers.paged_inputs import (
@@ -112,16 +112,9 @@ def check(results: Mapping[str, torch.Tensor], x: Inputs, requests: Sequence[int
 
 
 def _lse_slack(x: Inputs) -> float:
-    """What scores may be off by because matrix instructions truncate the fp32 sums that eager code rounds.
-
-    As for dense operands: ``2**-23`` of the sum of magnitudes at each of the ``D / 16`` steps, and four units for the
-    scale and the logarithm.
-    """
-    d = x.q.shape[-1]
-    scale = d**-0.5 if x.softmax_scale is None else abs(x.softmax_scale)
-    tensors = (x.q, dense_kv(x)[0])
-    longest = [float(t.float().nan_to_num(0).norm(dim=-1).max()) if t.numel() else 0.0 for t in tensors]
-    return (d / 16 + 4) * 2.0**-23 * (1 + scale * longest[0] * longest[1])
+    """As for dense operands."""
+    scale = x.q.shape[-1] ** -0.5 if x.softmax_scale is None else abs(x.softmax_scale)
+    return score_slack(x.q, dense_kv(x)[0], scale)
 
 
 def _of_requests(out: torch.Tensor, x: Inputs, requests: Sequence[int] | None) -> torch.Tensor:

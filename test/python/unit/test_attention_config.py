@@ -8,7 +8,6 @@ import pytest
 from cuteforge import UnsupportedError
 from cuteforge.gqa import config
 from cuteforge.gqa.config import (
-    CTA_RESERVE_BYTES,
     MAX_WAVES,
     PARTS,
     ROW_BLOCK,
@@ -23,7 +22,7 @@ from cuteforge.gqa.config import (
     workspace_bytes,
 )
 from cuteforge.gqa.merge_config import MergeTraits
-from cuteforge.runtime.arch import resolve_arch
+from cuteforge.runtime.arch import CTA_RESERVE_BYTES, resolve_arch
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}
 HEADS = [*((d, d) for d in range(8, 257, 8)), (192, 128)]

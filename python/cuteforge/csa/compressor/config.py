@@ -15,7 +15,6 @@ WARP = 32
 MAX_RATIO = 256
 MAX_EAGER_RATIO = 16  # up to here a window stays in one warp and gradients have the bits of the eager computation
 SMEM_ALIGNMENT = 128
-CTA_RESERVE_BYTES = 1024  # shared memory that the driver keeps for each resident CTA
 
 
 @dataclass(frozen=True)
@@ -179,14 +178,7 @@ def select_traits(problem: Problem, arch: Arch, backward: bool, deterministic: b
 
 def why_not(traits: Traits, arch: Arch) -> str | None:
     """Why a GPU cannot run a tile, None if it can."""
-    if traits.smem_bytes > arch.smem_bytes_per_cta:
-        return (
-            f"{traits.tile} takes {traits.smem_bytes} bytes of shared memory a CTA, there are {arch.smem_bytes_per_cta}"
-        )
-    resident = traits.tile.ctas_per_sm * (traits.smem_bytes + CTA_RESERVE_BYTES)
-    if resident > arch.smem_bytes_per_sm:
-        return f"{traits.tile} takes {resident} bytes of shared memory an SM, there are {arch.smem_bytes_per_sm}"
-    return None
+    return arch.why_not_resident(traits.tile, traits.smem_bytes, traits.tile.ctas_per_sm)
 
 
 # The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and, backward, sums, and copies

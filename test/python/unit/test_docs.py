@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cuteforge.runtime import env
+from helpers.policy import restored_registry
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")])
@@ -33,12 +34,13 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_blocks(page: Path, places: tuple[str, ...], monkeypatch, tmp_path) -> None:
-    """Run the blocks of a page in order, in one namespace, with a cache of their own."""
+    """Run the blocks of a page in order, in one namespace, with a cache of their own; a backend that they register is forgotten."""
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
     namespace = {"__name__": "__docs__"}
-    for where, code in blocks(page):
-        if where in places:
-            exec(compile(code, str(page), "exec"), namespace)
+    with restored_registry():
+        for where, code in blocks(page):
+            if where in places:
+                exec(compile(code, str(page), "exec"), namespace)
 
 
 def test_pages_with_code_are_found():

@@ -193,6 +193,11 @@ def test_explicit_stream_with_converted_inputs(how, device):
     del thieves
 
 
+def load_code(how, device):
+    """Loading a kernel at its first launch may take longer than the sleep."""
+    attn.run(kind_of(how), draw(how, device))
+
+
 def behind(call, launch, stream):
     """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over."""
     torch.cuda.synchronize()
@@ -209,8 +214,7 @@ def behind(call, launch, stream):
 @pytest.mark.parametrize("as_handle", [False, True], ids=["torch_stream", "raw_handle"])
 @hows
 def test_explicit_stream_is_where_the_launch_goes(how, as_handle, device):
-    # Loads the code, which may take longer than the sleep.
-    attn.run(kind_of(how), draw(how, device))
+    load_code(how, device)
     call, side = attn.prepare(kind_of(how), draw(how, device)), torch.cuda.Stream()
     stream = side.cuda_stream if as_handle else side
     behind(call, lambda: call.execute(stream=stream), side)
@@ -219,6 +223,7 @@ def test_explicit_stream_is_where_the_launch_goes(how, as_handle, device):
 
 @hows
 def test_no_stream_means_the_current_one(how, device):
+    load_code(how, device)
     call, side = attn.prepare(kind_of(how), draw(how, device)), torch.cuda.Stream()
     bound = call.bind()
 

@@ -188,6 +188,11 @@ def test_wrapper_converts_and_copies_on_the_stream_given(kind, device):
     assert paged.same(got, want)
 
 
+def load_code(kind, device):
+    """Loading a kernel at its first launch may take longer than the sleep."""
+    paged.run(at(kind, 3, device))
+
+
 def behind(prepared, launch, stream):
     """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over."""
     torch.cuda.synchronize()
@@ -204,6 +209,7 @@ def behind(prepared, launch, stream):
 @pytest.mark.parametrize("as_handle", [False, True], ids=["torch_stream", "raw_handle"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_explicit_stream_is_where_the_launch_goes(kind, as_handle, device):
+    load_code(kind, device)
     x, side = at(kind, 3, device), torch.cuda.Stream()
     prepared = Prepared("execute", x)
     stream = side.cuda_stream if as_handle else side
@@ -214,6 +220,7 @@ def test_explicit_stream_is_where_the_launch_goes(kind, as_handle, device):
 @pytest.mark.parametrize("entry", ["execute", "bind"])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_no_stream_means_the_current_one(kind, entry, device):
+    load_code(kind, device)
     x, side = at(kind, 3, device), torch.cuda.Stream()
     prepared = Prepared(entry, x)
 

@@ -5,7 +5,7 @@ subtracted, so that its weights are 0 and not NaN.
 """
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Boolean, Float32, cute
 
 from cuteforge.device.math import LN_2, NEG_INF, exp2_fast, fma_rn, select
 from cuteforge.device.traced import TraceConstant
@@ -30,6 +30,12 @@ class OnlineSoftmax(TraceConstant):
     @cute.jit
     def update(self, rS: cute.Tensor, *sums: cute.Tensor):
         """Take the scores of a tile in: turn `rS` (m_blocks, n_tiles, 4) into weights, and scale `sums`, of the same shape but for n_tiles."""
+        rScale, grew = self.weigh(rS)
+        self.rescale(rScale, grew, *sums)
+
+    @cute.jit
+    def weigh(self, rS: cute.Tensor):
+        """Turn the scores of a tile into weights. Returns what sums so far have to be scaled by, and whether any row needs it."""
         rScale = cute.make_rmem_tensor((self.m_blocks, HALVES), Float32)
         grew = False
         for block in cutlass.range_constexpr(self.m_blocks):
@@ -43,7 +49,11 @@ class OnlineSoftmax(TraceConstant):
                 grew = (largest > before) | grew
         if cutlass.const_expr(self.with_sums):
             self._add_up(rS, rScale)
-        # Once a row has met its largest score nothing needs scaling: most tiles of a long row.
+        return rScale, grew
+
+    @cute.jit
+    def rescale(self, rScale: cute.Tensor, grew, *sums: cute.Tensor):
+        """Scale sums. Once a row has met its largest score nothing needs it: most tiles of a long row."""
         if cute.arch.vote_any_sync(grew):
             for rX in sums:
                 _scale_rows(rX, rScale)
@@ -69,6 +79,14 @@ class OnlineSoftmax(TraceConstant):
                 for n in range(rS.shape[1]):
                     total = total + (rS[block, n, 2 * half] + rS[block, n, 2 * half + 1])
                 self.rSum[block, half] = total
+
+    def is_added_up(self):
+        """True, which the compiler cannot know: what depends on it runs after the weights so far were found and added up."""
+        added_up = Boolean(True)
+        for block in range(self.m_blocks):
+            for half in range(HALVES):
+                added_up = added_up & ~(self.rSum[block, half] < 0.0)
+        return added_up
 
     def row_sum(self, block: int, half: int):
         """The whole row's sum, in each of its four lanes."""

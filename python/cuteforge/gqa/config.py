@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from cuteforge.device.ring_shape import RingShape
 from cuteforge.errors import UnsupportedError
@@ -24,6 +25,8 @@ MAX_WORKSPACE_BYTES = 64 * 2**20
 CLUSTER = 8  # the largest size that every GPU with clusters takes
 # With more turns than this a CTA, all SMs are wanted, not the CLUSTER of each unit.
 MAX_CLUSTER_TURNS = 32
+# Up to so many turns of keys a CTA reads sooner than a second kernel, which joins the parts of several, is launched (about 2 us).
+MAX_WHOLE_TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class Traits:
     splits: bool = False
     dependent_launch: bool = False  # sm_90 and up: a kernel may start before the one it waits for has ended
     cluster: int = 0  # sm_90 and up: CTAs that share a unit and join their parts through each other's shared memory
+
+    builder: ClassVar[str] = "cuteforge.gqa.kernel:build"
+    in_rounds: ClassVar[bool] = (
+        False  # whether a CTA takes one unit after another, instead of the GPU starting a CTA for each where one has ended
+    )
 
     @property
     def ring(self) -> RingShape:

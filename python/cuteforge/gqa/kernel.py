@@ -23,6 +23,7 @@ from cuteforge.gqa.combine import Combine
 from cuteforge.gqa.config import (
     MAX_CLUSTER_TURNS,
     MAX_WAVES,
+    MAX_WHOLE_TURNS,
     ROW_BLOCK,
     SMEM_ALIGNMENT,
     WARP,
@@ -142,7 +143,8 @@ class Attention:
 
     @cute.jit
     def _plan(self, counts: Counts, most_splits: Int32, max_ctas: Int32):
-        """(teams, pieces) as `Shares` takes them: shares for one wave of CTAs, or for the number of waves that leaves least of the GPU idle."""
+        """(teams, pieces) as `Shares` takes them: shares for one wave of CTAs, or for the number of waves that leaves least of the GPU idle; whole
+        units where each has little to read, for what is shared takes a second kernel."""
         units = counts.requests * counts.row_tiles
         room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(self.traits)) // counts.kv_heads
         teams, pieces = Int32(1), Int32(0)
@@ -154,9 +156,11 @@ class Attention:
             if candidate > 0 and idle < least_idle:
                 teams = candidate
                 least_idle = idle
-        most_turns = Int64(units) * Int64(turns_of_keys(self.traits, counts.most_keys()))
+        turns = turns_of_keys(self.traits, counts.most_keys())
+        most_turns = Int64(units) * Int64(turns)
         teams = cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
-        if most_splits > 0:
+        is_short = (turns <= MAX_WHOLE_TURNS) & (units * counts.kv_heads <= max_ctas)
+        if most_splits > 0 or is_short:
             pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
             teams = units * pieces
         return cutlass.max(teams, 1), pieces
@@ -278,10 +282,7 @@ class Attention:
     def _tiles(self, unit: Unit, turn: Int32, end_turn: Int32, group: Int32):
         """(first tile, number of tiles) of a group of warps in some turns; its tiles are `key_warps` apart."""
         tile = self.traits.tile
-        keys = cutlass.max(unit.key_limit(unit.last_row()), 0)
-        if unit.first_row >= unit.num_rows:
-            keys = Int32(0)
-        end = cutlass.min((keys + tile.tile_n - 1) // tile.tile_n, end_turn * tile.key_warps)
+        end = cutlass.min(unit.num_tiles(), end_turn * tile.key_warps)
         first = turn * tile.key_warps + group
         return first, cutlass.max(end - first + (tile.key_warps - 1), 0) // tile.key_warps
 

@@ -14,13 +14,12 @@ from cuteforge.api_base import APIBase
 from cuteforge.errors import ContractError
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
+from cuteforge.gqa.prefill_sm90a.config import select_warpgroups
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16")
-_BUILDER = "cuteforge.gqa.kernel:build"
-
 # What the compiled entry takes, in its order, by the names that the ops have for it.
 _ENTRY = (
     ("q",), ("k", "k_cache"), ("v", "v_cache"), ("out",), ("lse",), ("mask",), ("seqlens_k", "kv_indptr"), ("cu_seqlens_q",),
@@ -107,7 +106,7 @@ class AttentionOp(APIBase):
         return False
 
     def _select(self, problem: Problem, arch: Arch) -> Traits:
-        return select_prefill(problem, arch)
+        return select_warpgroups(problem, arch) or select_prefill(problem, arch)
 
     # Hooks of APIBase.
 
@@ -138,7 +137,8 @@ class AttentionOp(APIBase):
         self._traits(dims, arch)
 
     def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
-        return KernelKey(_BUILDER, self._traits(dims, arch), arch.name)
+        traits = self._traits(dims, arch)
+        return KernelKey(traits.builder, traits, arch.name)
 
     def _scalars(self, arch: Arch) -> tuple[int, ...]:
         return max_ctas(self._traits(self.dims, arch), arch), self.num_splits or 0

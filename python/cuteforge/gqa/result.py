@@ -28,7 +28,8 @@ class Results(TraceConstant):
 
     @cute.jit
     def store_fragments(self, rows: list, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
-        """Divide the sums by the weights and store them, two columns a lane."""
+        """Divide the sums by the weights and store them: of final rows, which one group of warps has all of."""
+        mOut = self.unit.ops.mOut
         for block in cutlass.range_constexpr(self.traits.tile.m_blocks):
             for half in cutlass.range_constexpr(HALVES):
                 row = rows[block][half]
@@ -36,12 +37,19 @@ class Results(TraceConstant):
                 lse = Float32(0.0)
                 if cutlass.const_expr(self.traits.keeps_sums):
                     lse = softmax.log_sum_exp(block, half)
+                words = [
+                    pack_pair(mOut.element_type, *(rO[block, n, 2 * half + e] * factor for e in range(2)))
+                    for n in range(self.traits.v_tiles)
+                ]
+                chunks = [exchange_in_quad(words[n : n + 4], lane) for n in range(0, len(words) - 3, 4)]
                 if row < self.unit.num_rows:
-                    for n in cutlass.range_constexpr(self.traits.v_tiles):
-                        pair = [rO[block, n, 2 * half + e] * factor for e in range(2)]
-                        self.store(row, n * 8 + lane % 4 * 2, pair)
+                    address = self.unit.query_address(mOut, row)
+                    for i in cutlass.range_constexpr(len(chunks)):
+                        store_words(address + Int64((4 * i + lane % 4) * 16), chunks[i])
+                    for n in cutlass.range_constexpr(4 * len(chunks), len(words)):
+                        store_words(address + Int64(n * 16 + lane % 4 * 4), [words[n]])
                     if lane % 4 == 0:
-                        self.store_lse(row, lse)
+                        store_lse(self.unit, row, lse)
 
     @cute.jit
     def store(self, row: Int32, col: Int32, values: list):
@@ -71,6 +79,16 @@ class Results(TraceConstant):
                 store_lse(self.unit, row, lse)
         else:
             store_lse(self.unit, row, lse)
+
+
+@cute.jit
+def store_nothing(unit: Unit, row: Int32):
+    """What a packed row gets that sees no key."""
+    if row < unit.num_rows:
+        address = unit.query_address(unit.ops.mOut, row)
+        for chunk in cutlass.range(unit.traits.v_tiles, unroll=1):
+            store_words(address + Int64(chunk * 16), [cutlass.Uint32(0)] * 4)
+        store_lse(unit, row, Float32(NEG_INF))
 
 
 def store_lse(unit: Unit, row, lse) -> None:
@@ -167,9 +185,24 @@ def reciprocal_or_zero(total):
     return Float32(select(total == 0.0, Float32(0.0), rcp_rn(total)))
 
 
+def exchange_in_quad(words: list, lane) -> list:
+    """Four words of each of four adjacent lanes, transposed: lane i gets the i-th word of all. Where a lane has two columns of each block of eight,
+    it then has all of one block: 16 bytes to store at a time."""
+    words = list(words)
+    for distance, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
+        upper = (lane & distance) != 0
+        for a, b in pairs:
+            other = cute.arch.shuffle_sync_bfly(select(upper, words[a], words[b]), distance)
+            words[a], words[b] = select(upper, other, words[a]), select(upper, words[b], other)
+    return words
+
+
 def store_rounded(dtype, address, values: list) -> None:
     """Store an even number of adjacent values, each rounded once, at an address aligned to their size."""
-    words = [pack_pair(dtype, low, high) for low, high in zip(values[::2], values[1::2])]
+    store_words(address, [pack_pair(dtype, low, high) for low, high in zip(values[::2], values[1::2])])
+
+
+def store_words(address, words: list) -> None:
     run = gmem_run(cutlass.Uint32, address, len(words))
     rX = cute.make_rmem_tensor(len(words), cutlass.Uint32)
     for i, word in enumerate(words):

@@ -9,6 +9,9 @@ from cuteforge.device.math import fast_divisor, select
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP, Traits
 
+UNIT_FIELDS = 7
+L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half of the L2 of most GPUs
+
 
 class Operands(TraceConstant):
     """The operands of a kernel by name; None for those that the op does not have."""
@@ -26,7 +29,13 @@ class Counts(TraceConstant):
     """Sizes that shapes give: requests, heads, and the units of work of a grid.
 
     Args:
-        by: divisors (heads of a group, KV heads, row tiles) in a kernel, where the host has prepared them.
+        by: divisors (heads of a group, KV heads, row tiles, pairs of a set, units of a set) in a kernel, where the host has prepared them.
+
+    Attributes:
+        requests, kv_heads, group, tokens: of requests, KV heads, query heads of one, query tokens.
+        row_tiles: of a request; of packed queries in all.
+        together: pairs of a request and a KV head that are worked on at one time, a set, so that their keys and values stay in L2.
+        units: places of units; some are empty.
     """
 
     def __init__(self, traits: Traits, ops: Operands, by: tuple | None = None):
@@ -40,13 +49,27 @@ class Counts(TraceConstant):
             # Request b has the slots from (cu[b] * G) // tile_m + b on: at least as many as it has tiles of rows. The tokens past the last
             # request are one more, without keys.
             self.row_tiles = self.tokens * self.group // tile_m + self.requests + 1
-            self.units = self.row_tiles * self.kv_heads
+            self.together, self.units = Int32(1), self.row_tiles * self.kv_heads
         else:
             self.requests = q_shape[0]
             self.tokens = q_shape[1] if queries == "batch" else Int32(1)
             self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
-            self.units = self.requests * self.kv_heads * self.row_tiles
+            pairs = self.requests * self.kv_heads
+            self.together = self._pairs_together(pairs) if by is None else by[3].divisor
+            places = pairs + self.together - 1
+            self.sets = places // self.together if by is None else divmod(places, by[3])[0]
+            self.units = self.sets * self.together * self.row_tiles
         self.by = by
+
+    def _pairs_together(self, pairs):
+        """As many as L2 holds, evenly, so that few places are empty; all where nothing is read twice."""
+        if self.traits.reads_keys_once:
+            return cutlass.max(pairs, 1)
+        problem = self.traits.problem
+        keys_in_l2 = L2_BYTES // (2 * (problem.head_dim + problem.v_dim))
+        most = cutlass.max(keys_in_l2 // cutlass.max(self.most_keys(), 1), 1)
+        sets = cutlass.max((pairs + most - 1) // most, 1)
+        return cutlass.max((pairs + sets - 1) // sets, 1)
 
     @property
     def by_group(self):
@@ -60,9 +83,18 @@ class Counts(TraceConstant):
     def by_row_tiles(self):
         return self.by[2]
 
+    @property
+    def by_together(self):
+        return self.by[3]
+
+    @property
+    def by_set(self):
+        return self.by[4]
+
     def divisors(self) -> tuple:
         """`by`, prepared by the host."""
-        return fast_divisor(self.group), fast_divisor(self.kv_heads), fast_divisor(self.row_tiles)
+        sizes = self.group, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles
+        return tuple(map(fast_divisor, sizes))
 
     def most_keys(self):
         """Keys that a request can have, by shape."""
@@ -108,31 +140,54 @@ class Unit(TraceConstant):
         batch, head: request and KV head.
         row_tile: tile of the request's packed rows.
         first_token, q_len: of the request in packed queries.
+        keys: what `Counts.keys_of` gives for the request, where that is known.
 
     Attributes:
         first_row, num_rows: where the tile starts among the request's packed rows, and how many rows there are in all.
         k_len: keys of the request.
     """
 
-    def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None):
+    def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None, keys=None):
         self.traits, self.ops, self.counts = counts.traits, counts.ops, counts
         self.batch, self.head = batch, head
         self.first_token = Int32(0) if first_token is None else first_token
         self.q_len = counts.tokens if q_len is None else q_len
-        self.first_row = row_tile * self.traits.tile.tile_m
+        self.row_tile, self.first_row = row_tile, row_tile * self.traits.tile.tile_m
         self.num_rows = self.q_len * counts.group
         # loaded, so the compiler cannot know that all lanes have one value: as such it takes no register of each
-        self.first_key, self.k_len = (cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch))
+        self.first_key, self.k_len = keys or [cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch)]
 
     @classmethod
     def of_block(cls, counts: Counts, index, lane):
-        """The unit of a block of a grid with one for each unit: the row tiles that see most keys start first."""
-        place, head = divmod(index, counts.by_heads)
+        """The unit of a place in the order of the units: the row tiles that see most keys come first.
+
+        In rounds (`Traits.in_rounds`) they come first and last in turn, from one request or set to the next, so that the lengths of adjacent rounds
+        are alike; see `prefill_sm90a.loads.first_unit`.
+        """
         if counts.traits.problem.queries == "packed":
+            place, head = divmod(index, counts.by_heads)
             batch, first_token, q_len, row_tile = find_request(counts, counts.row_tiles - 1 - place, lane)
+            if counts.traits.in_rounds:
+                tile_m = counts.traits.tile.tile_m
+                last = (q_len * counts.group + (tile_m - 1)) // tile_m - 1
+                row_tile = Int32(select((batch % 2 != 0) & (row_tile <= last), last - row_tile, row_tile))
             return cls(counts, batch, head, row_tile, first_token, q_len)
-        row_tile = place // counts.requests
-        return cls(counts, place - row_tile * counts.requests, head, counts.row_tiles - 1 - row_tile)
+        number, place = divmod(index, counts.by_set)
+        row_place, pair = divmod(place, counts.by_together)
+        batch, head = divmod(number * counts.together + pair, counts.by_heads)
+        row_tile = counts.row_tiles - 1 - row_place
+        if counts.traits.in_rounds:
+            row_tile = Int32(select((counts.sets - 1 - number) % 2 != 0, row_place, row_tile))
+        return cls(counts, batch, head, row_tile, q_len=Int32(select(batch < counts.requests, counts.tokens, Int32(0))))
+
+    def fields(self) -> tuple:
+        """What a unit is made of, for warps that are told by others."""
+        return self.batch, self.head, self.row_tile, self.first_token, self.q_len, self.first_key, self.k_len
+
+    @classmethod
+    def of_fields(cls, counts: Counts, fields):
+        *place, first_key, k_len = fields
+        return cls(counts, *place, keys=(first_key, k_len))
 
     @cute.jit
     def table_row(self):
@@ -152,6 +207,14 @@ class Unit(TraceConstant):
     def last_row(self):
         """The last row of the tile."""
         return cutlass.min(self.first_row + self.traits.tile.tile_m, self.num_rows) - 1
+
+    @cute.jit
+    def num_tiles(self):
+        """Tiles of keys that the rows of the tile see."""
+        keys = cutlass.max(self.key_limit(self.last_row()), 0)
+        if self.first_row >= self.num_rows:
+            keys = Int32(0)
+        return (keys + (self.traits.tile.tile_n - 1)) // self.traits.tile.tile_n
 
     def source(self):
         """Where the unit's keys and values come from."""

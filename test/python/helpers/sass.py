@@ -23,12 +23,16 @@ _LAUNCH_SMEM = re.compile(r"store i64 (\d+), ptr %\S+, align 8")
 
 @dataclass(frozen=True)
 class KernelCode:
-    """One kernel."""
+    """One kernel; `instructions` are its opcodes, modifiers included, in the order of the listing."""
 
     registers: int
     stack_bytes: int
     local_bytes: int
-    opcodes: Counter[str]
+    instructions: tuple[str, ...]
+
+    @functools.cached_property
+    def opcodes(self) -> Counter[str]:
+        return Counter(self.instructions)
 
     def matching(self, pattern: str) -> dict[str, int]:
         """The opcodes, modifiers included, that begin with a match of `pattern`, and how often each occurs."""
@@ -67,11 +71,11 @@ def disassemble(cubin: bytes) -> dict[str, KernelCode]:
         listing = _run("nvidia-cuda-nvdisasm", "nvdisasm", "-c", "-ndf", path)
     heads = list(_SECTION.finditer(listing))
     ends = [head.start() for head in heads[1:]] + [len(listing)]
-    opcodes = {head[1]: Counter(_INSTRUCTION.findall(listing, head.end(), end)) for head, end in zip(heads, ends)}
+    code = {head[1]: tuple(_INSTRUCTION.findall(listing, head.end(), end)) for head, end in zip(heads, ends)}
     usages = {name: tuple(map(int, numbers)) for name, *numbers in _USAGE.findall(usage)}
-    assert usages and usages.keys() == opcodes.keys(), f"kernels by usage {list(usages)}, by listing {list(opcodes)}"
-    assert all(opcodes.values()), f"no instruction found in {[name for name in opcodes if not opcodes[name]]}"
-    return {name: KernelCode(*numbers, opcodes[name]) for name, numbers in usages.items()}
+    assert usages and usages.keys() == code.keys(), f"kernels by usage {list(usages)}, by listing {list(code)}"
+    assert all(code.values()), f"no instruction found in {[name for name in code if not code[name]]}"
+    return {name: KernelCode(*numbers, code[name]) for name, numbers in usages.items()}
 
 
 @functools.cache

@@ -1,0 +1,53 @@
+"""Shared memory of a CTA: buffers of queries, keys and values, and what each unit is."""
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from cuteforge.device.copy import smem_words
+from cuteforge.device.stages_sm90 import BARRIERS, Stages
+from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa.config import WARP
+from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, INFO_BYTES, SMEM_ALIGNMENT, WarpgroupTraits
+from cuteforge.gqa.work import UNIT_FIELDS, Unit
+
+KEYS, VALUES = 0, 1
+NO_UNIT = -1  # in place of a request: there is nothing left to do
+
+
+class Buffers(TraceConstant):
+    """Shared memory of a CTA."""
+
+    def __init__(self, traits: WarpgroupTraits):
+        self.traits = traits
+        smem = cutlass.memory.SmemAllocator()
+        address = smem.allocate(traits.buffer_bytes, byte_alignment=SMEM_ALIGNMENT).toint()
+        self.info = smem.allocate(traits.query_stages * INFO_BYTES, byte_alignment=16).toint()
+        barriers = smem.allocate_tensor(Int64, cute.make_layout(traits.num_barriers)).iterator
+        rings = []
+        for size, num_stages in traits.rings:
+            rings.append(Stages(address, size, num_stages, barriers))
+            address, barriers = address + num_stages * size, barriers + BARRIERS * num_stages
+        self.queries, *self.tokens = rings
+
+    def init(self) -> None:
+        """By one thread."""
+        readers = self.traits.tile.row_warps
+        query_warps = COPY_WARPS - 1 if self.traits.by_tma else COPY_WARPS
+        # one more arrival says that the unit's place is written
+        self.queries.init(query_warps * WARP + 1, readers)
+        for stages in self.tokens:
+            stages.init(1 if self.traits.by_tma else COPY_WARPS * WARP, readers)
+        cute.arch.mbarrier_init_fence()
+
+    def tell(self, stage, unit: Unit | None) -> None:
+        """By one thread: write what the unit is, or that there is none, before its queries count as there."""
+        fields = (Int32(NO_UNIT),) if unit is None else unit.fields()
+        words = smem_words(self.info + stage * INFO_BYTES, INFO_BYTES // 4)
+        for i, value in enumerate(fields):
+            words[i] = Uint32(value)
+        cute.arch.mbarrier_arrive(self.queries.full(stage))
+
+    def told(self, stage) -> list:
+        """The fields of a unit."""
+        words = smem_words(self.info + stage * INFO_BYTES, INFO_BYTES // 4)
+        return [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(UNIT_FIELDS)]

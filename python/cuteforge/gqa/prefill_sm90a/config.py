@@ -1,0 +1,99 @@
+"""What a prefill kernel of sm_90a is compiled for. Pure Python: no torch, no cutlass.
+
+A warpgroup multiplies 64 query rows; up to three of them share the tiles of keys and values that a fourth group of warps copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cuteforge.device.panels import panel_bytes
+from cuteforge.gqa.config import Problem, Tile, Traits, why_not
+from cuteforge.runtime.arch import Arch
+
+WARPGROUP = 4  # warps
+ROWS = 64  # of a warpgroup
+COPY_WARPS = 4
+SMEM_ALIGNMENT = 1024
+MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
+INFO_BYTES = 32  # what the copying warps tell of a unit
+# Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+
+
+@dataclass(frozen=True)
+class WarpgroupTraits(Traits):
+    """The compile key of the sm_90a kernel; `tile.row_warps` are the multiplying ones."""
+
+    builder: ClassVar[str] = "cuteforge.gqa.prefill_sm90a.kernel:build"
+    in_rounds: ClassVar[bool] = True
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile.row_warps // WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.warpgroups]
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether keys and values come by TMA. Pages are of any size, so rows of them are copied one by one."""
+        return not self.problem.is_paged
+
+    @property
+    def query_stages(self) -> int:
+        """Two where they fit: the queries of the next unit come while those of this one are in use."""
+        query_bytes, *_ = self._sizes
+        return 2 if 2 * query_bytes + self._token_bytes <= MAX_BUFFER_BYTES else 1
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Bytes of a tile of queries, keys and values."""
+        dims, rows = (self.problem.head_dim, self.problem.v_dim), self.tile.tile_n
+        return panel_bytes(dims[0], self.tile.tile_m), *(panel_bytes(dim, rows) for dim in dims)
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.tile.num_stages * sum(self._sizes[1:])
+
+    @property
+    def rings(self) -> tuple[tuple[int, int], ...]:
+        """(size, stages) of the buffers of queries, keys and values."""
+        stages = self.query_stages, self.tile.num_stages, self.tile.num_stages
+        return tuple(zip(self._sizes, stages, strict=True))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(size * stages for size, stages in self.rings)
+
+    @property
+    def num_barriers(self) -> int:
+        """Two for each stage."""
+        return 2 * sum(stages for _, stages in self.rings)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.buffer_bytes + self.query_stages * INFO_BYTES + 8 * self.num_barriers + SMEM_ALIGNMENT
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Sums of weights are added up by the softmax here, whether or not log-sum-exps are wanted."""
+        return True
+
+
+def select_warpgroups(problem: Problem, arch: Arch) -> WarpgroupTraits | None:
+    """Traits for many query rows; None where the portable kernel has to do: on other GPUs, and for boolean masks."""
+    if arch.name != "sm_90a" or problem.mask_rank > 0:
+        return None
+    traits = WarpgroupTraits(problem, _tile(problem))
+    return traits if why_not(traits, arch) is None else None
+
+
+def _tile(problem: Problem) -> Tile:
+    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 240, or 128 of 160."""
+    if max(problem.head_dim, problem.v_dim) <= 64:
+        return Tile(1, WARPGROUP * 3, 1, 128, 2, 1)
+    wide = max(problem.head_dim, problem.v_dim) > 192 or problem.v_dim > 128
+    return Tile(1, WARPGROUP * 2, 1, 80 if wide else 128, 2, 1)

@@ -1,0 +1,221 @@
+"""Prefill for sm_90a: products by warpgroups, copies by warps of their own.
+
+A CTA for each SM goes through row tiles. Four of its warps only copy (loads.py), so queries, keys and values of a tile come under the products of
+the one before. The other warps, in warpgroups of 64 rows, multiply (products.py): the scores of a tile of keys are computed while the values of the
+tile before are added up, and the softmax of one warpgroup runs while the products of another do. What a lane holds is laid out as in `gqa/kernel.py`,
+so that softmax, masks and results are the same code.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from cuteforge.device.dtypes import DTYPES
+from cuteforge.device.math import LOG2_E, select
+from cuteforge.device.mma_sm90 import see_copies, wait_groups
+from cuteforge.device.panels import ROW_BYTES
+from cuteforge.device.softmax import HALVES, OnlineSoftmax
+from cuteforge.device.tma_sm90 import describe_rows
+from cuteforge.device.traced import named_kernel
+from cuteforge.gqa.config import ROW_BLOCK, WARP
+from cuteforge.gqa.fake_operands import operands
+from cuteforge.gqa.mask import ScoreMask
+from cuteforge.gqa.prefill_sm90a.buffers import KEYS, NO_UNIT, Buffers
+from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, ROWS, WARPGROUP, WarpgroupTraits
+from cuteforge.gqa.prefill_sm90a.loads import Loads
+from cuteforge.gqa.prefill_sm90a.products import Products, Turns, flat, fragments, keep, take_sign
+from cuteforge.gqa.result import Results
+from cuteforge.gqa.work import Counts, Operands, Unit
+from cuteforge.runtime.compile_cache import Build
+
+
+@named_kernel("prefill_sm90a")
+class PrefillSm90a:
+    """The kernel for one `WarpgroupTraits`; calling it launches."""
+
+    def __init__(self, traits: WarpgroupTraits):
+        self.traits = traits
+        self.dtype = DTYPES[traits.problem.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+        mLengths: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuK: cute.Tensor | None,
+        mTable: cute.Tensor | None,
+        mRows: cute.Tensor | None,
+        mNewK: cute.Tensor | None,
+        mNewV: cute.Tensor | None,
+        mWorkspace: cute.Tensor | None,
+        max_ctas: Int32,
+        most_splits: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """As the entry of `kernel.py`."""
+        tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
+        counts = Counts(self.traits, Operands(*tensors))
+        if counts.units > 0:
+            tma = None
+            if cutlass.const_expr(self.traits.by_tma):
+                infos = [describe_rows(m, self.traits.tile.tile_n) for m in (mK, mV)]
+                tma = tuple((info.atom, info.tma_tensor) for info in infos)
+            self.kernel(tensors, tma, counts.divisors(), scale).launch(
+                grid=(cutlass.min(counts.units, max_ctas), 1, 1),
+                block=(WARP * (COPY_WARPS + self.traits.tile.row_warps), 1, 1),
+                min_blocks_per_mp=1,
+                preferred_smem_carveout=100,
+                stream=stream,
+            )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, tma: tuple | None, by: tuple, scale: Float32):
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
+        buffers = Buffers(self.traits)
+        if tidx == 0:
+            buffers.init()
+        cute.arch.sync_threads()
+        counts = Counts(self.traits, Operands(*tensors), by)
+        multiplying, copying = self.traits.registers
+        if warp < COPY_WARPS:
+            cute.arch.setmaxregister_decrease(copying)
+            Loads(counts, buffers, self.dtype, tma, lane).run(warp)
+        else:
+            cute.arch.setmaxregister_increase(multiplying)
+            self._multiply(counts, buffers, scale, warp - COPY_WARPS, lane)
+
+    @cute.jit
+    def _multiply(self, counts: Counts, buffers: Buffers, scale: Float32, warp: Int32, lane: Int32):
+        """One warp's rows of all units: 16 of the 64 of its warpgroup."""
+        turns = Turns(self.traits.warpgroups, warp // WARPGROUP)
+        products = Products(self.traits, self.dtype, turns)
+        turns.begin()
+        rS, rP, rO = fragments(self.traits)
+        place = (Int32(0),) * 4  # stages and parities: of the queries, and of keys and values
+        fields = self._next_unit(buffers, *place)
+        products.scores(self._queries(buffers, place[0], warp), buffers.tokens[KEYS].address(place[2]), rS)
+        while fields[0] != NO_UNIT:
+            unit = Unit.of_fields(counts, fields)
+            place, fields = self._attend(unit, buffers, products, rS, rP, rO, place, scale, warp, lane)
+        wait_groups(0, flat(rS))
+
+    @cute.jit
+    def _next_unit(self, buffers: Buffers, query_stage: Int32, query_parity: Int32, stage: Int32, parity: Int32):
+        """Wait for the fields and queries of a unit, and for its first tile of keys."""
+        buffers.queries.wait_full(query_stage, query_parity)
+        fields = buffers.told(query_stage)
+        if fields[0] != NO_UNIT:
+            buffers.tokens[KEYS].wait_full(stage, parity)
+        see_copies()
+        return fields
+
+    def _queries(self, buffers: Buffers, stage, warp):
+        """Address of the rows of the warpgroup."""
+        return buffers.queries.address(stage) + warp // WARPGROUP * (ROWS * ROW_BYTES)
+
+    @cute.jit
+    def _attend(
+        self, unit: Unit, buffers: Buffers, products: Products, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor,
+        place: tuple, scale: Float32, warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        """One unit, whose first scores are on their way. Starts those of the next one, or of anything if there is none.
+
+        Returns:
+            The place of the next one, as `place`, and its fields.
+        """
+        keys, values = buffers.tokens
+        query_stage, query_parity, stage, parity = place
+        first_row = unit.first_row + warp * ROW_BLOCK
+        rows = [[first_row + half * 8 + lane // 4 for half in range(HALVES)]]
+        queries = self._queries(buffers, query_stage, warp)
+        factor = select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E)
+        softmax = OnlineSoftmax(1, Float32(factor), True)
+        mask = ScoreMask(unit, rows, lane)
+        count = unit.num_tiles()
+        rO.fill(0.0)
+        keep(rS, wait_groups(0, flat(rS))[0])
+        keys.release(stage, lane)
+        take_sign(rS, scale)
+        mask.apply(rS, Int32(0))
+        softmax.weigh(rS)
+        products.round_weights(rS, rP)
+        self._wait_for_keys(buffers, stage, parity, count > 1)
+        for i in cutlass.range(1, count, unroll=1):
+            ahead, ahead_parity = keys.next(stage, parity)
+            self._see_rows()
+            products.turns.wait()
+            products.scores(queries, keys.address(ahead), rS)
+            values.wait_full(stage, parity)
+            self._see_rows()
+            products.values(rP, values.address(stage), rO, ends_turn=True)
+            keep(rS, wait_groups(1, flat(rS))[0])
+            keys.release(ahead, lane)
+            take_sign(rS, scale)
+            mask.apply(rS, i)
+            rScale, grew = softmax.weigh(rS)
+            self._wait_for_keys(buffers, ahead, ahead_parity, (i + 1 < count) & softmax.is_added_up())
+            # The weights are found while the values of the tile before are added up; until then that reads the old ones, so the new ones are
+            # rounded afterwards.
+            sums, weights = wait_groups(0, flat(rO), flat(rS))
+            keep(rO, sums)
+            keep(rS, weights)
+            products.round_weights(rS, rP)
+            values.release(stage, lane)
+            softmax.rescale(rScale, grew, rO)
+            stage, parity = ahead, ahead_parity
+        buffers.queries.release(query_stage, lane)
+        after = (*buffers.queries.next(query_stage, query_parity), *keys.next(stage, parity))
+        values.wait_full(stage, parity)
+        if cutlass.const_expr(self.traits.query_stages > 1):
+            fields = self._next_unit(buffers, *after)
+            products.turns.wait()
+            products.values(rP, values.address(stage), rO)
+            products.scores(self._queries(buffers, after[0], warp), keys.address(after[2]), rS, ends_turn=True)
+            keep(rO, wait_groups(1, flat(rO))[0])
+            values.release(stage, lane)
+            self._store(unit, rows, softmax, rO, lane)
+        else:
+            self._see_rows()
+            products.turns.wait()
+            products.values(rP, values.address(stage), rO, ends_turn=True)
+            keep(rO, wait_groups(0, flat(rO))[0])
+            values.release(stage, lane)
+            self._store(unit, rows, softmax, rO, lane)
+            fields = self._next_unit(buffers, *after)
+            products.scores(self._queries(buffers, after[0], warp), keys.address(after[2]), rS)
+        return after, fields
+
+    @cute.jit
+    def _wait_for_keys(self, buffers: Buffers, stage: Int32, parity: Int32, wanted):
+        """Wait for the tile of keys after the one in a stage. This is a branch, so what it depends on is not moved behind the wait for products that
+        follows it: the softmax would then no longer run beside them."""
+        if wanted:
+            keys = buffers.tokens[KEYS]
+            keys.wait_full(*keys.next(stage, parity))
+
+    def _see_rows(self) -> None:
+        """What TMA writes matrix instructions see anyway."""
+        if not self.traits.by_tma:
+            see_copies()
+
+    def _store(self, unit: Unit, rows: list, softmax: OnlineSoftmax, rO: cute.Tensor, lane) -> None:
+        rWeight = cute.make_rmem_tensor((1, 1, 4), Float32)
+        for half in range(HALVES):
+            rWeight[0, 0, 2 * half] = softmax.row_sum(0, half)
+        Results(unit).store_fragments(rows, softmax, rO, rWeight, lane)
+
+
+def build(traits: WarpgroupTraits) -> Build:
+    """The kernel for `traits`, for `runtime.compile_cache`."""
+    scalars = (Int32(0), Int32(0), Float32(0.0))
+    args = (*operands(traits.problem, False), *scalars, make_fake_stream())
+    return Build(PrefillSm90a(traits).__call__, args, "prefill_sm90a")

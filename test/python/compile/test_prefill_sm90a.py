@@ -1,0 +1,69 @@
+"""What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
+
+import pytest
+
+from cuteforge.gqa.config import WARP, Problem
+from cuteforge.gqa.prefill_sm90a import kernel
+from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
+from cuteforge.runtime.arch import resolve_arch
+from helpers import sass
+
+ARCH = resolve_arch("sm_90a", None)
+REGISTERS_PER_SM = 65536
+DENSE = ("batch", {"keys": "batch", "lengths": "seqlens", "causal": True, "has_lse": True})
+RAGGED = ("packed", {"keys": "packed", "causal": True})
+PAGES = ("packed", {"keys": "pages", "lengths": "seqlens", "causal": True})
+TOKENS = ("batch", {"keys": "tokens", "lengths": "indptr"})
+EVERY_WIDTH = (8, 24, 40, 64, 72, 88, 96, 104, 120, 136, 192, 248, 256)
+PROBLEMS = [
+    *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in EVERY_WIDTH),
+    *(Problem("bfloat16", *heads, *RAGGED[:1], **RAGGED[1]) for heads in ((192, 128), (64, 128), (128, 64), (64, 256))),
+    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 72, 96, 128, 256)),
+    Problem("float16", 192, 128, TOKENS[0], **TOKENS[1]),
+]
+# Waits for products: of the first scores, of scores and of values in the loop, of the last values, and of what is on its way at the end.
+FIRST, SCORES, VALUES, LAST, END = range(5)
+
+
+def label(problem):
+    return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}"
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
+def test_machine_code(problem):
+    traits = select_warpgroups(problem, ARCH)
+    binary = sass.compile_binary(kernel.build(traits), ARCH.name)
+    (code,) = binary.kernels.values()
+    assert (code.stack_bytes, code.local_bytes) == (0, 0)
+    assert not code.matching(r"STL|LDL|D(ADD|MUL|FMA|SETP|MNMX)\b|.*\.F64|HMMA|REDG?\b|ATOM")
+    check_it_fits(traits, code, max(binary.launch_smem_bytes))
+    check_copies(traits, code)
+    check_products(traits, code)
+
+
+def check_it_fits(traits, code, smem_bytes):
+    """What the warps ask for by and by is there, and shared memory is what `why_not` reckons with."""
+    multiplying, copying = traits.registers
+    threads = WARP * (COPY_WARPS + traits.tile.num_warps)
+    launched = code.registers // 8 * 8 * threads
+    assert launched <= REGISTERS_PER_SM
+    assert WARP * (traits.tile.num_warps * multiplying + COPY_WARPS * copying) <= launched
+    assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes <= ARCH.smem_bytes_per_cta
+
+
+def check_copies(traits, code):
+    """Keys and values by TMA where they are in one piece, everything else 16 bytes a lane past registers and L1."""
+    assert (code.count("UTMALDG") > 0) == (not traits.problem.is_paged)
+    assert code.count(r"LDGSTS\.E\.BYPASS.*\.128\b") == code.count("LDGSTS") > 0, code.matching("LDGSTS")
+
+
+def check_products(traits, code):
+    """One fence and one wait for each group of products, or the assembler has made them wait for one another; and the exponentials of a tile come
+    before the wait for the values of the tile before, or they would not run beside those products."""
+    n = traits.tile.tile_n
+    assert code.count("HGMMA") == 3 * traits.k_steps + 2 * (n // 16)
+    assert code.count("WARPGROUP.ARRIVE") == 5
+    waits = [i for i, opcode in enumerate(code.instructions) if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == END + 1
+    between = code.instructions[waits[SCORES] : waits[VALUES]]
+    assert sum(opcode.startswith("MUFU.EX2") for opcode in between) >= n // 2

@@ -59,7 +59,8 @@ class GQADecode(_Decode):
     A row that sees no key gives 0, and an lse of -inf. B, L, S and the head counts may differ from call to call without compiling again.
 
     Numerics: products of 16-bit operands summed in fp32; maxima, exponentials and sums fp32; the weights are rounded to the dtype of v where they
-    meet it, and divided by the sum of the rounded ones; one rounding of the result. The same bits at every run.
+    meet it, and divided by the sum of the rounded ones (prefill on sm_90a: of the weights before); one rounding of the result. The same bits at every
+    run.
     """
 
     _REQUIRED = ("q", "k", "v", "out")

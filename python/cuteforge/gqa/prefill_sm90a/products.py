@@ -11,6 +11,7 @@ from cuteforge.gqa.config import WARP
 from cuteforge.gqa.prefill_sm90a.config import WARPGROUP, WarpgroupTraits
 
 TURN_BARRIER = 1  # the first of the named barriers by which warpgroups take turns
+EARLY_COLS = 256
 TURN_THREADS = 2 * WARPGROUP * WARP  # of the warpgroup that waits and of the one that passes its turn
 
 
@@ -35,11 +36,7 @@ class Turns(TraceConstant):
 
 
 class Products(TraceConstant):
-    """Starts groups of products; who reads the sums waits for their group first.
-
-    Args:
-        turns: the last product of a turn is started after it is passed on: the next warpgroup is ready when that has gone in.
-    """
+    """Starts groups of products; who reads the sums waits for their group first."""
 
     def __init__(self, traits: WarpgroupTraits, dtype, turns: Turns):
         self.traits, self.dtype, self.turns = traits, dtype, turns
@@ -57,8 +54,10 @@ class Products(TraceConstant):
 
     def _start(self, rX, sums: list, lefts: list, right, transposed: bool, ends_turn: bool) -> None:
         start_group()
+        # A turn is passed on when products of EARLY_COLS columns are still to come: 128 cycles, in which the next warpgroup gets ready.
+        early = min(-(-EARLY_COLS // (len(sums) * 2)), len(lefts))
         for step, left in enumerate(lefts):
-            if ends_turn and step == len(lefts) - 1:
+            if ends_turn and step == len(lefts) - early:
                 self.turns.pass_on()
             sums = multiply(self.dtype, left, right.descriptor(step), sums, transposed)
         commit_group()

@@ -72,6 +72,12 @@ def evict_first_policy() -> Int64:
     return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64])
 
 
+def read_once_policy(is_little) -> Int64:
+    """L2 policy for data that is read once, of which there is little, or much: then it passes through L2 faster without a policy of its own."""
+    usual = cute.arch.inline_ptx("createpolicy.fractional.L2::evict_normal.b64 {$w0}, 1.0;", write_only_types=[Int64])
+    return Int64(select(is_little, evict_first_policy(), usual))
+
+
 @cute.jit
 def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, policy):
     """Start copying a run from global to shared memory, or zero it where not `wanted`; nothing is read then.

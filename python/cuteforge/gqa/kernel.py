@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from cuteforge.device.copy import evict_first_policy
+from cuteforge.device.copy import read_once_policy
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.kv_ring import KVRing
 from cuteforge.device.math import LOG2_E, select
@@ -248,7 +248,9 @@ class Attention:
         ]
         shape = self.traits.ring
         source = unit.source()
-        policy = evict_first_policy() if cutlass.const_expr(self.traits.reads_keys_once) else None
+        policy = None
+        if cutlass.const_expr(self.traits.reads_keys_once):
+            policy = read_once_policy(unit.counts.reads_little())
         ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len, policy)
         ring.clear_pads()
         if cutlass.const_expr(self.traits.problem.appends):

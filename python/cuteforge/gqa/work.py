@@ -10,6 +10,8 @@ from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP, Traits
 
 UNIT_FIELDS = 7
+# Read with the L2 policy `evict_first`: 1 request of 8192 keys took 18.0 us instead of 20.9 (H200), but 64 of 4096 took 281 instead of 272.
+LITTLE_BYTES = 192 * 2**20
 L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half of the L2 of most GPUs
 
 
@@ -106,6 +108,12 @@ class Counts(TraceConstant):
         page_size = ops.mK.shape[1] if problem.keys == "pages" else Int32(1)
         most = Int64(ops.mTable.shape[1]) * Int64(page_size)
         return Int32(select(most > Int64(2**31 - 1), Int64(2**31 - 1), most))
+
+    def reads_little(self):
+        """Whether the keys and values of all requests are at most `LITTLE_BYTES`, as far as shapes tell."""
+        problem = self.traits.problem
+        keys = Int64(self.requests) * Int64(self.kv_heads) * Int64(self.most_keys())
+        return keys <= LITTLE_BYTES // (2 * (problem.head_dim + problem.v_dim))
 
     @cute.jit
     def keys_of(self, batch: Int32):

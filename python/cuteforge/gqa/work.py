@@ -12,6 +12,7 @@ from cuteforge.gqa.config import WARP, Traits
 UNIT_FIELDS = 7
 # Read with the L2 policy `evict_first`: 1 request of 8192 keys took 18.0 us instead of 20.9 (H200), but 64 of 4096 took 281 instead of 272.
 LITTLE_BYTES = 192 * 2**20
+MAX_SEARCH = 64  # steps of the host
 L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half of the L2 of most GPUs
 
 
@@ -37,7 +38,8 @@ class Counts(TraceConstant):
         requests, kv_heads, group, tokens: of requests, KV heads, query heads of one, query tokens.
         row_tiles: of a request; of packed queries in all.
         together: pairs of a request and a KV head that are worked on at one time, a set, so that their keys and values stay in L2.
-        units: places of units; some are empty.
+        sets: of batched queries, in a kernel.
+        units: their places; of packed queries some are empty.
     """
 
     def __init__(self, traits: Traits, ops: Operands, by: tuple | None = None):
@@ -58,20 +60,25 @@ class Counts(TraceConstant):
             self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
             pairs = self.requests * self.kv_heads
             self.together = self._pairs_together(pairs) if by is None else by[3].divisor
-            places = pairs + self.together - 1
-            self.sets = places // self.together if by is None else divmod(places, by[3])[0]
-            self.units = self.sets * self.together * self.row_tiles
+            self.sets = None if by is None else divmod(pairs, by[3])[0]
+            self.units = pairs * self.row_tiles
         self.by = by
 
-    def _pairs_together(self, pairs):
-        """As many as L2 holds, evenly, so that few places are empty; all where nothing is read twice."""
-        if self.traits.reads_keys_once:
-            return cutlass.max(pairs, 1)
-        problem = self.traits.problem
-        keys_in_l2 = L2_BYTES // (2 * (problem.head_dim + problem.v_dim))
-        most = cutlass.max(keys_in_l2 // cutlass.max(self.most_keys(), 1), 1)
-        sets = cutlass.max((pairs + most - 1) // most, 1)
-        return cutlass.max((pairs + sets - 1) // sets, 1)
+    @cute.jit
+    def _pairs_together(self, pairs: Int32):
+        """The largest part of all pairs that L2 holds, all where nothing is read twice. One that leaves a rest would leave CTAs without work."""
+        together = cutlass.max(pairs, 1)
+        if cutlass.const_expr(not self.traits.reads_keys_once):
+            problem = self.traits.problem
+            keys_in_l2 = L2_BYTES // (2 * (problem.head_dim + problem.v_dim))
+            most = cutlass.max(keys_in_l2 // cutlass.max(self.most_keys(), 1), 1)
+            together = cutlass.min(together, most)
+            least = cutlass.max(together - MAX_SEARCH, 1)
+            while pairs % together != 0 and together > least:
+                together = together - 1
+            if pairs % together != 0:
+                together = Int32(1)
+        return together
 
     @property
     def by_group(self):
@@ -186,7 +193,7 @@ class Unit(TraceConstant):
         row_tile = counts.row_tiles - 1 - row_place
         if counts.traits.in_rounds:
             row_tile = Int32(select((counts.sets - 1 - number) % 2 != 0, row_place, row_tile))
-        return cls(counts, batch, head, row_tile, q_len=Int32(select(batch < counts.requests, counts.tokens, Int32(0))))
+        return cls(counts, batch, head, row_tile)
 
     def fields(self) -> tuple:
         """What a unit is made of, for warps that are told by others."""

@@ -19,7 +19,7 @@ SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
 INFO_BYTES = 32  # what the copying warps tell of a unit
 # Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
-REGISTERS = {2: (240, 24), 3: (160, 32)}
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def select_warpgroups(problem: Problem, arch: Arch) -> WarpgroupTraits | None:
 
 
 def _tile(problem: Problem) -> Tile:
-    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 240, or 128 of 160."""
+    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 232, or 128 of 160."""
     if max(problem.head_dim, problem.v_dim) <= 64:
         return Tile(1, WARPGROUP * 3, 1, 128, 2, 1)
     wide = max(problem.head_dim, problem.v_dim) > 192 or problem.v_dim > 128

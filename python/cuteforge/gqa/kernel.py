@@ -9,10 +9,8 @@ memory, CTAs that share the keys of a unit in a workspace (combine.py).
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import read_once_policy
-from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.kv_ring import KVRing
 from cuteforge.device.math import LOG2_E, select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
@@ -30,7 +28,7 @@ from cuteforge.gqa.config import (
     Traits,
     cta_workspace_bytes,
 )
-from cuteforge.gqa.fake_operands import operands
+from cuteforge.gqa.entry import Entry, build_entry
 from cuteforge.gqa.mask import ScoreMask
 from cuteforge.gqa.queries import load_queries
 from cuteforge.gqa.result import GroupJoin, Results
@@ -50,50 +48,24 @@ from cuteforge.runtime.compile_cache import Build
 
 @named_kernel("attention_cluster", "cluster_kernel")
 @named_kernel("attention")
-class Attention:
-    """The kernel for one `Traits`; calling it launches."""
-
-    def __init__(self, traits: Traits):
-        self.traits = traits
-        self.dtype = DTYPES[traits.problem.dtype]
+class Attention(Entry):
+    """The portable kernel."""
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuK: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mRows: cute.Tensor | None,
-        mNewK: cute.Tensor | None,
-        mNewV: cute.Tensor | None,
-        mWorkspace: cute.Tensor | None,
-        max_ctas: Int32,
-        most_splits: Int32,
-        scale: Float32,
-        stream: cuda.CUstream,
+    def launch(
+        self, tensors: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
-        """Args: CTAs that fill the GPU once; the most of them that may share a unit's keys, 0 for any; the scale of the scores."""
-        tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
-        counts = Counts(self.traits, Operands(*tensors))
-        if counts.units > 0:
-            by = counts.divisors()
-            if cutlass.const_expr(self.traits.splits):
-                if cutlass.const_expr(self.traits.cluster > 0):
-                    if most_splits == 0 and self._is_for_clusters(counts, max_ctas):
-                        self._launch_clusters(tensors, by, scale, counts, stream)
-                    else:
-                        self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
+        by = counts.divisors()
+        if cutlass.const_expr(self.traits.splits):
+            if cutlass.const_expr(self.traits.cluster > 0):
+                if most_splits == 0 and self._is_for_clusters(counts, max_ctas):
+                    self._launch_clusters(tensors, by, scale, counts, stream)
                 else:
                     self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
             else:
-                self._launch(tensors, by, None, scale, counts.units, stream)
+                self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
+        else:
+            self._launch(tensors, by, None, scale, counts.units, stream)
 
     @cute.jit
     def _is_for_clusters(self, counts: Counts, max_ctas: Int32):
@@ -382,6 +354,4 @@ def _put(rX: cute.Tensor, block: int, n: int, values) -> None:
 
 def build(traits: Traits) -> Build:
     """The kernel for `traits`, for `runtime.compile_cache`."""
-    scalars = (Int32(0), Int32(0), Float32(0.0))
-    args = (*operands(traits.problem, traits.splits), *scalars, make_fake_stream())
-    return Build(Attention(traits).__call__, args, "attention")
+    return build_entry(Attention(traits), "attention")

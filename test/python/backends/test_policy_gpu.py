@@ -27,12 +27,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HEADS, KV_HEADS, D = 8, 2, 64
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    monkeypatch.delenv("CUTEFORGE_BACKEND", raising=False)
-    monkeypatch.delenv("CUTEFORGE_KERNELS", raising=False)
-
-
 def big(device, dtype=BF16, **sizes):
     return draw(**{"heads": HEADS, "kv_heads": KV_HEADS, "d": D, "num_keys": 300, **sizes}, dtype=dtype, device=device)
 

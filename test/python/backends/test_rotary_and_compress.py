@@ -15,12 +15,6 @@ from helpers.packs import draw as draw_pack
 TOKENS, HEADS, D = 6, 3, 16
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    monkeypatch.delenv("CUTEFORGE_BACKEND", raising=False)
-    monkeypatch.delenv("CUTEFORGE_KERNELS", raising=False)
-
-
 @pytest.fixture
 def table():
     cos, sin = rotary_table(32, D)

@@ -30,12 +30,6 @@ from helpers.policy import StubBackend, draw, restored_registry
 MARK = StubBackend.mark
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch):
-    monkeypatch.delenv("CUTEFORGE_BACKEND", raising=False)
-    monkeypatch.delenv("CUTEFORGE_KERNELS", raising=False)
-
-
 @pytest.fixture
 def stub():
     """Registered, of lower priority than what serves everything."""

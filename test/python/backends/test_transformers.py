@@ -37,6 +37,7 @@ WINDOW = 5
 # Requests of 7, 4 and 1 tokens.
 TOKENS = (torch.arange(21).view(3, 7) * 11 + 3) % VOCABULARY
 RIGHT_PADDED = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
+GREEDY = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 LEFT_PADDED = RIGHT_PADDED.flip(1)
 # Two orders of the same fp32 sums, through two layers of width 64.
 FP32 = {"atol": 2e-5, "rtol": 1e-5}
@@ -148,13 +149,7 @@ def test_steps_over_a_cache_equal_one_forward(model, chunk):
 @pytest.mark.parametrize("model", [llama, mistral], ids=lambda f: f.__name__)
 def test_greedy_tokens_equal_eager(model, cache):
     """Left padding; a static cache has keys past the last token."""
-    options = {
-        "max_new_tokens": 9,
-        "min_new_tokens": 9,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "cache_implementation": cache,
-    }
+    options = {**GREEDY, "cache_implementation": cache}
 
     def run(model):
         return model.generate(TOKENS, attention_mask=LEFT_PADDED, **options)
@@ -347,13 +342,7 @@ def test_kernels_serve_every_kind_of_mask(model, mask, device):
 def test_scores_of_each_generated_token(place, backend, dtype, tolerance, cache):
     """Against one eager fp32 forward over what was generated, which no near tie between tokens can turn."""
     model, tokens, mask = llama().to(place), TOKENS.to(place), LEFT_PADDED.to(place)
-    options = {
-        "max_new_tokens": 9,
-        "min_new_tokens": 9,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "cache_implementation": cache,
-    }
+    options = {**GREEDY, "cache_implementation": cache}
     records = {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
     model.to(dtype).set_attn_implementation("cuteforge")
     with attn_backend(backend):

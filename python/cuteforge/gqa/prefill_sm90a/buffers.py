@@ -10,7 +10,7 @@ from cuteforge.gqa.config import WARP
 from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, INFO_BYTES, SMEM_ALIGNMENT, WarpgroupTraits
 from cuteforge.gqa.work import UNIT_FIELDS, Unit
 
-KEYS, VALUES = 0, 1
+KEYS = 0  # of `Buffers.tokens`; the values after them
 NO_UNIT = -1  # in place of a request: there is nothing left to do
 
 

@@ -9,9 +9,7 @@ so that softmax, masks and results are the same code.
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_stream
 
-from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.math import LOG2_E, select
 from cuteforge.device.mma_sm90 import see_copies, wait_groups
 from cuteforge.device.panels import ROW_BYTES
@@ -19,7 +17,7 @@ from cuteforge.device.softmax import HALVES, OnlineSoftmax
 from cuteforge.device.tma_sm90 import describe_rows
 from cuteforge.device.traced import named_kernel
 from cuteforge.gqa.config import ROW_BLOCK, WARP
-from cuteforge.gqa.fake_operands import operands
+from cuteforge.gqa.entry import Entry, build_entry
 from cuteforge.gqa.mask import ScoreMask
 from cuteforge.gqa.prefill_sm90a.buffers import KEYS, NO_UNIT, Buffers
 from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, ROWS, WARPGROUP, WarpgroupTraits
@@ -31,50 +29,24 @@ from cuteforge.runtime.compile_cache import Build
 
 
 @named_kernel("prefill_sm90a")
-class PrefillSm90a:
-    """The kernel for one `WarpgroupTraits`; calling it launches."""
-
-    def __init__(self, traits: WarpgroupTraits):
-        self.traits = traits
-        self.dtype = DTYPES[traits.problem.dtype]
+class PrefillSm90a(Entry):
+    """The kernel for one `WarpgroupTraits`."""
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuK: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mRows: cute.Tensor | None,
-        mNewK: cute.Tensor | None,
-        mNewV: cute.Tensor | None,
-        mWorkspace: cute.Tensor | None,
-        max_ctas: Int32,
-        most_splits: Int32,
-        scale: Float32,
-        stream: cuda.CUstream,
+    def launch(
+        self, tensors: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
-        """As the entry of `kernel.py`."""
-        tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
-        counts = Counts(self.traits, Operands(*tensors))
-        if counts.units > 0:
-            tma = None
-            if cutlass.const_expr(self.traits.by_tma):
-                infos = [describe_rows(m, self.traits.tile.tile_n) for m in (mK, mV)]
-                tma = tuple((info.atom, info.tma_tensor) for info in infos)
-            self.kernel(tensors, tma, counts.divisors(), scale).launch(
-                grid=(cutlass.min(counts.units, max_ctas), 1, 1),
-                block=(WARP * (COPY_WARPS + self.traits.tile.row_warps), 1, 1),
-                min_blocks_per_mp=1,
-                preferred_smem_carveout=100,
-                stream=stream,
-            )
+        tma = None
+        if cutlass.const_expr(self.traits.by_tma):
+            infos = [describe_rows(m, self.traits.tile.tile_n) for m in (counts.ops.mK, counts.ops.mV)]
+            tma = tuple((info.atom, info.tma_tensor) for info in infos)
+        self.kernel(tensors, tma, counts.divisors(), scale).launch(
+            grid=(cutlass.min(counts.units, max_ctas), 1, 1),
+            block=(WARP * (COPY_WARPS + self.traits.tile.row_warps), 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(self, tensors: tuple, tma: tuple | None, by: tuple, scale: Float32):
@@ -132,7 +104,6 @@ class PrefillSm90a:
         Returns:
             The place of the next one, as `place`, and its fields.
         """
-        keys, values = buffers.tokens
         query_stage, query_parity, stage, parity = place
         first_row = unit.first_row + warp * ROW_BLOCK
         rows = [[first_row + half * 8 + lane // 4 for half in range(HALVES)]]
@@ -143,37 +114,63 @@ class PrefillSm90a:
         count = unit.num_tiles()
         rO.fill(0.0)
         keep(rS, wait_groups(0, flat(rS))[0])
-        keys.release(stage, lane)
-        take_sign(rS, scale)
-        mask.apply(rS, Int32(0))
-        softmax.weigh(rS)
+        self._weigh(Int32(0), buffers, softmax, mask, rS, stage, scale, lane)
         products.round_weights(rS, rP)
         self._wait_for_keys(buffers, stage, parity, count > 1)
         for i in cutlass.range(1, count, unroll=1):
-            ahead, ahead_parity = keys.next(stage, parity)
-            self._see_rows()
-            products.turns.wait()
-            products.scores(queries, keys.address(ahead), rS)
-            values.wait_full(stage, parity)
-            self._see_rows()
-            products.values(rP, values.address(stage), rO, ends_turn=True)
-            keep(rS, wait_groups(1, flat(rS))[0])
-            keys.release(ahead, lane)
-            take_sign(rS, scale)
-            mask.apply(rS, i)
-            rScale, grew = softmax.weigh(rS)
-            self._wait_for_keys(buffers, ahead, ahead_parity, (i + 1 < count) & softmax.is_added_up())
-            # The weights are found while the values of the tile before are added up; until then that reads the old ones, so the new ones are
-            # rounded afterwards.
-            sums, weights = wait_groups(0, flat(rO), flat(rS))
-            keep(rO, sums)
-            keep(rS, weights)
-            products.round_weights(rS, rP)
-            values.release(stage, lane)
-            softmax.rescale(rScale, grew, rO)
-            stage, parity = ahead, ahead_parity
+            stage, parity = self._attend_tile(
+                i, count, queries, buffers, products, softmax, mask, rS, rP, rO, stage, parity, scale, lane
+            )
         buffers.queries.release(query_stage, lane)
-        after = (*buffers.queries.next(query_stage, query_parity), *keys.next(stage, parity))
+        after = (*buffers.queries.next(query_stage, query_parity), *buffers.tokens[KEYS].next(stage, parity))
+        fields = self._finish(unit, rows, buffers, products, softmax, rS, rP, rO, stage, parity, after, warp, lane)
+        return after, fields
+
+    @cute.jit
+    def _attend_tile(
+        self, i: Int32, count: Int32, queries: Int32, buffers: Buffers, products: Products, softmax: OnlineSoftmax, mask: ScoreMask,
+        rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, stage: Int32, parity: Int32, scale: Float32, lane: Int32,
+    ):  # fmt: skip
+        """The scores and weights of tile `i` of `count`, beside the values of the tile before. Returns the stage and parity of tile `i`."""
+        keys, values = buffers.tokens
+        ahead, ahead_parity = keys.next(stage, parity)
+        self._see_rows()
+        products.turns.wait()
+        products.scores(queries, keys.address(ahead), rS)
+        values.wait_full(stage, parity)
+        self._see_rows()
+        products.values(rP, values.address(stage), rO, ends_turn=True)
+        keep(rS, wait_groups(1, flat(rS))[0])
+        rScale, grew = self._weigh(i, buffers, softmax, mask, rS, ahead, scale, lane)
+        self._wait_for_keys(buffers, ahead, ahead_parity, (i + 1 < count) & softmax.is_added_up())
+        # The weights are found while the values of the tile before are added up; until then that reads the old ones, so the new ones are
+        # rounded afterwards.
+        sums, weights = wait_groups(0, flat(rO), flat(rS))
+        keep(rO, sums)
+        keep(rS, weights)
+        products.round_weights(rS, rP)
+        values.release(stage, lane)
+        softmax.rescale(rScale, grew, rO)
+        return ahead, ahead_parity
+
+    @cute.jit
+    def _weigh(
+        self, tile: Int32, buffers: Buffers, softmax: OnlineSoftmax, mask: ScoreMask, rS: cute.Tensor, stage: Int32, scale: Float32, lane: Int32
+    ):  # fmt: skip
+        """Turn the scores of a tile, whose keys were in a stage, into weights; as `OnlineSoftmax.weigh`."""
+        buffers.tokens[KEYS].release(stage, lane)
+        take_sign(rS, scale)
+        mask.apply(rS, tile)
+        return softmax.weigh(rS)
+
+    @cute.jit
+    def _finish(
+        self, unit: Unit, rows: list, buffers: Buffers, products: Products, softmax: OnlineSoftmax, rS: cute.Tensor, rP: cute.Tensor,
+        rO: cute.Tensor, stage: Int32, parity: Int32, after: tuple, warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        """Add up the values of the last tile and store the rows; start the first scores of the next unit, beside them where its queries have a
+        buffer of their own. Returns the fields of that unit."""
+        keys, values = buffers.tokens
         values.wait_full(stage, parity)
         if cutlass.const_expr(self.traits.query_stages > 1):
             fields = self._next_unit(buffers, *after)
@@ -192,7 +189,7 @@ class PrefillSm90a:
             self._store(unit, rows, softmax, rO, lane)
             fields = self._next_unit(buffers, *after)
             products.scores(self._queries(buffers, after[0], warp), keys.address(after[2]), rS)
-        return after, fields
+        return fields
 
     @cute.jit
     def _wait_for_keys(self, buffers: Buffers, stage: Int32, parity: Int32, wanted):
@@ -216,6 +213,4 @@ class PrefillSm90a:
 
 def build(traits: WarpgroupTraits) -> Build:
     """The kernel for `traits`, for `runtime.compile_cache`."""
-    scalars = (Int32(0), Int32(0), Float32(0.0))
-    args = (*operands(traits.problem, False), *scalars, make_fake_stream())
-    return Build(PrefillSm90a(traits).__call__, args, "prefill_sm90a")
+    return build_entry(PrefillSm90a(traits), "prefill_sm90a")

@@ -75,6 +75,15 @@ def exp2_fast(x) -> Float32:
     return _op("ex2.approx.ftz.f32 {$w0}, {$r0};", x)
 
 
+def tanh_scaled(x, scale) -> Float32:
+    """``tanh(x * scale / (2 * log2(e)))``, from an exponential and a reciprocal: error at most 2**-21, not relative to the result.
+
+    ``tanh.approx`` would save one of the two, but is off by 2**-11 of its result: of a score of 30 that is 0.015, a weight wrong by 1.5 %, where
+    bf16 rounds weights by 0.2 % and fp16 by 0.02 %.
+    """
+    return fma_rn(rcp_approx(exp2_fast(x * scale) + 1.0), -2.0, 1.0)
+
+
 def sum_rn(terms) -> Float32:
     """Sum from left to right, every step rounded."""
     total = terms[0]

@@ -14,7 +14,7 @@ HALVES = 2  # a lane holds rows g and g + 8 of a block
 
 
 class OnlineSoftmax(TraceConstant):
-    """State of a lane's rows; `factor` is ``|scale| * log2(e)``, positive.
+    """State of a lane's rows; `factor` is positive, ``|scale| * log2(e)`` or what scores are capped at times log2(e).
 
     `rMax[block, half]` is the largest score so far, in every lane of the row's four. `rSum` is the lane's own part of the row's sum of weights before
     they are rounded, kept where `with_sums`: what a log-sum-exp is made of.
@@ -42,7 +42,7 @@ class OnlineSoftmax(TraceConstant):
             for half in cutlass.range_constexpr(HALVES):
                 before = self.rMax[block, half]
                 largest = self._row_max(rS, block, half, before)
-                shift = _finite_or_zero(largest) * self.factor
+                shift = finite_or_zero(largest) * self.factor
                 rScale[block, half] = exp2_fast(fma_rn(before, self.factor, -shift))
                 self._weigh(rS, block, half, shift)
                 self.rMax[block, half] = largest
@@ -95,17 +95,13 @@ class OnlineSoftmax(TraceConstant):
             total = total + cute.arch.shuffle_sync_bfly(total, distance)
         return total
 
-    def log_sum_exp(self, block: int, half: int):
-        """Natural logarithm of the row's sum of exponentials; -inf for a row without keys."""
-        return log_sum_exp(self.rMax[block, half], self.row_sum(block, half), self.factor)
+
+def log_sum_exp(shift, total):
+    """ln of ``total * 2**shift``, -inf where the total is 0."""
+    return (shift + cute.math.log2(total, fastmath=True)) * LN_2
 
 
-def log_sum_exp(largest, total, factor):
-    """ln of ``total * exp(largest * factor / log2(e))``, -inf where the total is 0."""
-    return (_finite_or_zero(largest) * factor + cute.math.log2(total, fastmath=True)) * LN_2
-
-
-def _finite_or_zero(largest):
+def finite_or_zero(largest):
     return Float32(select(largest == NEG_INF, Float32(0.0), largest))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import Problem, Traits, select_decode
 from cuteforge.gqa.op import AttentionOp
+from cuteforge.gqa.options import Window
 from cuteforge.runtime.arch import Arch
 from cuteforge.tensor_spec import Dims
 
@@ -18,9 +19,9 @@ MAX_DECODE_TOKENS = 16
 class _Decode(AttentionOp):
     """A few query tokens for many keys, which several CTAs share."""
 
-    def __init__(self, num_splits: int | None, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
+    def __init__(self, num_splits: int | None, *options: Any, **samples: Any) -> None:
         self.num_splits = _splits(num_splits)
-        super().__init__(causal, softmax_scale, **samples)
+        super().__init__(*options, **samples)
 
     @property
     def _splits(self) -> bool:
@@ -51,12 +52,18 @@ class GQADecode(_Decode):
         seqlens_k: ``(B,)`` int32, keys of each request, at most S; those past it may hold anything. 0 or less: none.
         mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 are broadcast.
         lse: ``(B, Hq, L)`` fp32, the natural logarithm of each row's sum of exponentials.
+        sinks: ``(Hq,)`` fp32, one more logit of each query head, natural log, not scaled: it joins the sums of exponentials, lse included, and
+            has no value. None or -inf: none.
         causal: query i of L sees key j iff ``j <= i + (S - L)``, S being the request's number of keys.
         softmax_scale: D**-0.5 when None; any finite number.
+        window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
+            causal right is 0. Keys that no query of a tile sees are not read.
+        softcap: scores ``s`` become ``softcap * tanh(s / softcap)``; None or 0: they do not.
         num_splits: the most CTAs that share a request's keys; None lets sizes and GPU decide. 1 gives the same bits whatever else is in
             the batch, and needs no workspace.
 
-    A row that sees no key gives 0, and an lse of -inf. B, L, S and the head counts may differ from call to call without compiling again.
+    A row that sees no key gives 0, and an lse of -inf, or of its sink. B, L, S and the head counts may differ from call to call without compiling
+    again; ops that differ in the numbers of a window or a softcap share a binary.
 
     Numerics: products of 16-bit operands summed in fp32; maxima, exponentials and sums fp32; the weights are rounded to the dtype of v where they
     meet it, and divided by the sum of the rounded ones (prefill on sm_90a: of the weights before); one rounding of the result. The same bits at every
@@ -66,11 +73,12 @@ class GQADecode(_Decode):
     _REQUIRED = ("q", "k", "v", "out")
 
     def __init__(
-        self, q: Any, k: Any, v: Any, out: Any, *, seqlens_k: Any = None, mask: Any = None, lse: Any = None,
-        causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None,
+        self, q: Any, k: Any, v: Any, out: Any, *, seqlens_k: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
+        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        num_splits: int | None = None,
     ) -> None:  # fmt: skip
-        tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "lse": lse}
-        super().__init__(num_splits, causal, softmax_scale, **tensors)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
+        super().__init__(num_splits, causal, softmax_scale, window, softcap, **tensors)
 
     def _layouts(self, ranks, given):
         return "batch", "batch"
@@ -92,10 +100,12 @@ class GQAPrefill(AttentionOp):
 
     def __init__(
         self, q: Any, k: Any, v: Any, out: Any, *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqlens_k: Any = None,
-        mask: Any = None, lse: Any = None, causal: bool = False, softmax_scale: float | None = None,
+        mask: Any = None, lse: Any = None, sinks: Any = None, causal: bool = False, softmax_scale: float | None = None,
+        window: Window | None = None, softcap: float | None = None,
     ) -> None:  # fmt: skip
         tensors = {"q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        super().__init__(causal, softmax_scale, **tensors, seqlens_k=seqlens_k, mask=mask, lse=lse)
+        tensors |= {"seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
+        super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
     def _check_presence(self, given: Mapping[str, Any]) -> None:
         for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
@@ -149,13 +159,14 @@ class PagedGQADecode(_Paged, _Decode):
 
     def __init__(
         self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, out: Any, *, seqlens_k: Any = None, kv_indptr: Any = None,
-        page_table_rows: Any = None, new_k: Any = None, new_v: Any = None, mask: Any = None, lse: Any = None,
-        causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None,
+        page_table_rows: Any = None, new_k: Any = None, new_v: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
+        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        num_splits: int | None = None,
     ) -> None:  # fmt: skip
         pool = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "out": out}
         lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
-        new = {"new_k": new_k, "new_v": new_v}
-        super().__init__(num_splits, causal, softmax_scale, **pool, **lengths, **new, mask=mask, lse=lse)
+        others = {"new_k": new_k, "new_v": new_v, "mask": mask, "lse": lse, "sinks": sinks}
+        super().__init__(num_splits, causal, softmax_scale, window, softcap, **pool, **lengths, **others)
 
     def _layouts(self, ranks, given):
         return "single" if ranks["q"] == 3 else "batch", _pool_layout(ranks)
@@ -175,8 +186,8 @@ class PagedGQAPrefill(_Paged, AttentionOp):
 
     def __init__(
         self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, cu_seqlens_q: Any, out: Any, *, seqlens_k: Any = None,
-        kv_indptr: Any = None, page_table_rows: Any = None, mask: Any = None, lse: Any = None, causal: bool = False,
-        softmax_scale: float | None = None,
+        kv_indptr: Any = None, page_table_rows: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
+        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
     ) -> None:  # fmt: skip
         pool = {
             "q": q,
@@ -187,7 +198,8 @@ class PagedGQAPrefill(_Paged, AttentionOp):
             "out": out,
         }
         lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
-        super().__init__(causal, softmax_scale, **pool, **lengths, mask=mask, lse=lse)
+        others = {"mask": mask, "lse": lse, "sinks": sinks}
+        super().__init__(causal, softmax_scale, window, softcap, **pool, **lengths, **others)
 
     def _layouts(self, ranks, given):
         return "packed", _pool_layout(ranks)

@@ -29,6 +29,10 @@ class ClusterPart(TraceConstant):
     def store_lse(self, row, lse) -> None:
         smem_floats(self.address + self.lse_offset + (row - self.unit.first_row) * 4, 1)[0] = lse
 
+    def sink(self, row) -> None:
+        """Nothing joins the sums of a part."""
+        return None
+
     @cute.jit
     def join(self, thread: Int32):
         """All CTAs of the cluster together: four columns of a row a thread, spread over the CTAs."""
@@ -41,6 +45,10 @@ class ClusterPart(TraceConstant):
             parts = [peer_address(self.address, rank) for rank in range(self.traits.cluster)]
             lses = [load_peer(part + (self.lse_offset + row * 4), 1)[0] for part in parts]
             values = [load_peer(part + (row * self.pitch_bytes + col * 4), COLS) for part in parts]
+            if cutlass.const_expr(self.traits.problem.has_sinks):
+                # one more part, of zeros
+                lses.append(self.unit.sink(self.unit.first_row + row))
+                values.append((Float32(0.0),) * COLS)
             sums, total, largest = _weighted(lses, values)
             scale = reciprocal_or_zero(total)
             address = self.unit.query_address(self.unit.ops.mOut, self.unit.first_row + row) + cutlass.Int64(col * 2)

@@ -1,4 +1,7 @@
-"""Joins the parts of the units that several CTAs shared: a weighted mean by their log-sum-exps, in a fixed order."""
+"""Joins the parts of the units that several CTAs shared: a weighted mean by their log-sum-exps, in a fixed order.
+
+A sink is one more part, of zeros.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -25,13 +28,13 @@ class Combine:
         self.traits = traits
 
     @cute.jit
-    def launch(self, tensors: tuple, by: tuple, plan: tuple, counts: Counts, stream: cuda.CUstream):
+    def launch(self, given: tuple, by: tuple, plan: tuple, counts: Counts, stream: cuda.CUstream):
         teams, pieces, _ = plan
         rows = cutlass.min(counts.tokens * counts.group, self.traits.tile.tile_m)
         places = counts.requests * counts.row_tiles
         if pieces == 0:
             places = cutlass.min(places, teams)
-        self.kernel(tensors, (*by, fast_divisor(rows)), plan).launch(
+        self.kernel(given, (*by, fast_divisor(rows)), plan).launch(
             grid=(places * counts.kv_heads * rows, 1, 1),
             block=(WARP * NUM_WARPS, 1, 1),
             stream=stream,
@@ -39,11 +42,11 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, by: tuple, plan: tuple):
+    def kernel(self, given: tuple, by: tuple, plan: tuple):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         lane, warp = tidx % WARP, tidx // WARP
-        counts = Counts(self.traits, Operands(*tensors), by[:-1])
+        counts = Counts(self.traits, Operands(*given), by[:-1])
         index, row = divmod(bidx, by[-1])
         place, head = divmod(index, counts.by_heads)
         batch, row_tile, first, last = Shares(counts, plan, lane).crossing(place)
@@ -76,6 +79,8 @@ class Combine:
                 values = [sParts[c, lane, other] for c in range(COLS)]
                 weight = sParts[COLS + 1, lane, other]
                 largest, total = _add(rSum, largest, total, sParts[COLS, lane, other], weight, values)
+            if cutlass.const_expr(self.traits.problem.has_sinks):
+                largest, total = _add(rSum, largest, total, parts.sink(row), Float32(1.0), [Float32(0.0)] * COLS)
             scale = reciprocal_or_zero(total)
             parts.store(row, col, [rSum[c] * scale for c in range(COLS)])
             if cutlass.const_expr(self.traits.problem.has_lse):
@@ -98,6 +103,9 @@ class Parts(TraceConstant):
         index = self.partials.index(self.first + i, self.unit.head, slot, row)
         lse = gmem_run(Float32, self.partials.lse_address(index), 1)[0]
         return lse, gmem_run(Float32, self.partials.row_address(index) + Int64(col * 4), COLS).load()
+
+    def sink(self, row):
+        return self.unit.sink(self.unit.first_row + row)
 
     def store(self, row, col, values) -> None:
         mOut = self.unit.ops.mOut

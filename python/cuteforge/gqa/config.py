@@ -41,6 +41,10 @@ class Problem:
         mask_rank: dims of the mask, 0 without one.
         appends: the last key and value of a request come from tensors of their own and are stored in the pool.
         has_rows: requests say which row of the page table is theirs.
+        has_left, has_right: a query sees no more than so many keys before, and after, its own position; how many the launch says. No key after
+            it is `causal`.
+        has_softcap: scores are capped.
+        has_sinks: each query head has a term of its own in the denominators.
     """
 
     dtype: str
@@ -54,10 +58,19 @@ class Problem:
     has_lse: bool = False
     has_rows: bool = False
     appends: bool = False
+    has_left: bool = False
+    has_right: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
 
     @property
     def is_paged(self) -> bool:
         return self.keys in ("pages", "tokens")
+
+    @property
+    def has_options(self) -> bool:
+        """Whether scores or sums take registers beyond those of plain attention."""
+        return self.has_left or self.has_right or self.has_softcap or self.has_sinks
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,11 @@ class Tile:
     @property
     def num_warps(self) -> int:
         return self.row_warps * self.key_warps
+
+    @property
+    def turn_keys(self) -> int:
+        """Keys of a turn, the tiles that all groups take at once."""
+        return self.key_warps * self.tile_n
 
 
 @dataclass(frozen=True)
@@ -236,7 +254,8 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
     """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
     widest, lacks_registers = _widest(problem), _lacks_registers(problem, arch)
     if widest > 128:
-        return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, widest > 192 and lacks_registers)
+        in_smem = widest > 192 and (lacks_registers or problem.has_options)
+        return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, in_smem)
     if widest > 64:
         return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)
     return Tile(2, 4, 1, 32 if lacks_registers else 64, 2, 2)

@@ -6,7 +6,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.gqa.config import Traits
-from cuteforge.gqa.fake_operands import operands
+from cuteforge.gqa.fake_operands import operands, scalars
 from cuteforge.gqa.work import Counts, Operands
 from cuteforge.runtime.compile_cache import Build
 
@@ -34,25 +34,31 @@ class Entry:
         mRows: cute.Tensor | None,
         mNewK: cute.Tensor | None,
         mNewV: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
         mWorkspace: cute.Tensor | None,
         max_ctas: Int32,
         most_splits: Int32,
+        left: Int32 | None,
+        right: Int32 | None,
+        softcap: Float32 | None,
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        """Args: CTAs that fill the GPU once; the most of them that may share a unit's keys, 0 for any; the scale of the scores."""
-        tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mWorkspace)
-        counts = Counts(self.traits, Operands(*tensors))
+        """Args: CTAs that fill the GPU once; the most of them that may share a unit's keys, 0 for any; how many keys before and after its own a query
+        sees; the cap and the scale of the scores."""
+        tensors = (mQ, mK, mV, mOut, mLse, mMask, mLengths, mCuQ, mCuK, mTable, mRows, mNewK, mNewV, mSinks, mWorkspace)
+        given = (*tensors, left, right, softcap)
+        counts = Counts(self.traits, Operands(*given))
         if counts.units > 0:
-            self.launch(tensors, counts, max_ctas, most_splits, scale, stream)
+            self.launch(given, counts, max_ctas, most_splits, scale, stream)
 
-    def launch(self, tensors: tuple, counts: Counts, max_ctas, most_splits, scale, stream) -> None:
-        """Launch on operands with at least one unit of work."""
+    def launch(self, given: tuple, counts: Counts, max_ctas, most_splits, scale, stream) -> None:
+        """Launch on what `Operands` takes, with at least one unit of work."""
         raise NotImplementedError
 
 
 def build_entry(entry: Entry, name: str) -> Build:
     """The kernel of an entry, for `runtime.compile_cache`."""
-    scalars = (Int32(0), Int32(0), Float32(0.0))
-    args = (*operands(entry.traits.problem, entry.traits.splits), *scalars, make_fake_stream())
+    traits = entry.traits
+    args = (*operands(traits.problem, traits.splits), *scalars(traits.problem), make_fake_stream())
     return Build(entry.__call__, args, name)

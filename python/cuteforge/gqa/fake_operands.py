@@ -1,7 +1,7 @@
 """Operands without memory, from which the compiled entries learn what to check: fixed extents, tied extents, alignment."""
 
 import cutlass
-from cutlass import cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cuteforge.device.dtypes import DTYPES
@@ -35,6 +35,9 @@ class FakeOperands:
     def lse(self):
         shape = ("Hq", "T") if self.problem.queries == "packed" else ("B", "Hq", "L")
         return self._strided(cutlass.Float32, shape) if self.problem.has_lse else None
+
+    def sinks(self):
+        return self._strided(cutlass.Float32, ("Hq",)) if self.problem.has_sinks else None
 
     def mask(self):
         shape = {0: None, 2: ("mb", "ms"), 3: ("mb", "ml", "ms"), 4: ("mb", "mh", "ml", "ms")}[self.problem.mask_rank]
@@ -79,5 +82,12 @@ def operands(problem: Problem, has_workspace: bool) -> tuple:
         fake.table(),
         fake.offsets(problem.has_rows, "B"),
         *new,
+        fake.sinks(),
         fake.workspace(has_workspace),
     )
+
+
+def scalars(problem: Problem) -> tuple:
+    """The scalars that follow the operands, None for those that the op does not have."""
+    limits = [Int32(0) if wanted else None for wanted in (problem.has_left, problem.has_right)]
+    return Int32(0), Int32(0), *limits, Float32(0.0) if problem.has_softcap else None, Float32(0.0)

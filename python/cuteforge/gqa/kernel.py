@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from cuteforge.device.copy import read_once_policy
 from cuteforge.device.kv_ring import KVRing
-from cuteforge.device.math import LOG2_E, select
+from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
 from cuteforge.device.softmax import HALVES, OnlineSoftmax
 from cuteforge.device.traced import named_kernel
@@ -32,6 +32,7 @@ from cuteforge.gqa.entry import Entry, build_entry
 from cuteforge.gqa.mask import ScoreMask
 from cuteforge.gqa.queries import load_queries
 from cuteforge.gqa.result import GroupJoin, Results
+from cuteforge.gqa.scores import ScoreCap, score_factor
 from cuteforge.gqa.shares import (
     BEGUN,
     CONTINUED,
@@ -53,33 +54,33 @@ class Attention(Entry):
 
     @cute.jit
     def launch(
-        self, tensors: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
+        self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
         by = counts.divisors()
         if cutlass.const_expr(self.traits.splits):
             if cutlass.const_expr(self.traits.cluster > 0):
                 if most_splits == 0 and self._is_for_clusters(counts, max_ctas):
-                    self._launch_clusters(tensors, by, scale, counts, stream)
+                    self._launch_clusters(given, by, scale, counts, stream)
                 else:
-                    self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
+                    self._launch_shares(given, by, scale, counts, most_splits, max_ctas, stream)
             else:
-                self._launch_shares(tensors, by, scale, counts, most_splits, max_ctas, stream)
+                self._launch_shares(given, by, scale, counts, most_splits, max_ctas, stream)
         else:
-            self._launch(tensors, by, None, scale, counts.units, stream)
+            self._launch(given, by, None, scale, counts.units, stream)
 
     @cute.jit
     def _is_for_clusters(self, counts: Counts, max_ctas: Int32):
         """Whether a cluster for each unit fits the GPU once, with little to do for each CTA. Requests of unlike lengths are better shared."""
-        cluster, turns = self.traits.cluster, turns_of_keys(self.traits, counts.most_keys())
+        cluster, turns = self.traits.cluster, turns_of_keys(counts, counts.most_keys())
         few = (counts.units * cluster <= max_ctas) & (turns <= cluster * MAX_CLUSTER_TURNS)
         if cutlass.const_expr(not is_uniform(self.traits)):
             few = few & (counts.requests == 1)
         return few
 
     @cute.jit
-    def _launch_clusters(self, tensors: tuple, by: tuple, scale: Float32, counts: Counts, stream: cuda.CUstream):
+    def _launch_clusters(self, given: tuple, by: tuple, scale: Float32, counts: Counts, stream: cuda.CUstream):
         cluster = self.traits.cluster
-        self.cluster_kernel(tensors, by, scale).launch(
+        self.cluster_kernel(given, by, scale).launch(
             grid=(counts.units * cluster, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
             cluster=(cluster, 1, 1),
@@ -91,7 +92,7 @@ class Attention(Entry):
     @cute.jit
     def _launch_shares(
         self,
-        tensors: tuple,
+        given: tuple,
         by: tuple,
         scale: Float32,
         counts: Counts,
@@ -100,12 +101,12 @@ class Attention(Entry):
         stream: cuda.CUstream,
     ):
         plan = make_plan(counts, *self._plan(counts, most_splits, max_ctas))
-        self._launch(tensors, by, plan, scale, plan[0] * counts.kv_heads, stream)
+        self._launch(given, by, plan, scale, plan[0] * counts.kv_heads, stream)
         if may_cut_units(counts, plan):
-            Combine(self.traits).launch(tensors, by, plan, counts, stream)
+            Combine(self.traits).launch(given, by, plan, counts, stream)
 
-    def _launch(self, tensors: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
-        self.kernel(tensors, by, plan, scale).launch(
+    def _launch(self, given: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
+        self.kernel(given, by, plan, scale).launch(
             grid=(num_ctas, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
             min_blocks_per_mp=self.traits.tile.ctas_per_sm,
@@ -128,7 +129,7 @@ class Attention(Entry):
             if candidate > 0 and idle < least_idle:
                 teams = candidate
                 least_idle = idle
-        turns = turns_of_keys(self.traits, counts.most_keys())
+        turns = turns_of_keys(counts, counts.most_keys())
         most_turns = Int64(units) * Int64(turns)
         teams = cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
         is_short = (turns <= MAX_WHOLE_TURNS) & (units * counts.kv_heads <= max_ctas)
@@ -138,13 +139,13 @@ class Attention(Entry):
         return cutlass.max(teams, 1), pieces
 
     @cute.kernel
-    def kernel(self, tensors: tuple, by: tuple, plan: tuple | None, scale: Float32):
+    def kernel(self, given: tuple, by: tuple, plan: tuple | None, scale: Float32):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        counts = Counts(self.traits, Operands(*tensors), by)
+        counts = Counts(self.traits, Operands(*given), by)
         smem = cutlass.memory.SmemAllocator()
         sAddress = smem.allocate(self.traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
         if cutlass.const_expr(self.traits.splits):
@@ -156,18 +157,18 @@ class Attention(Entry):
             self._attend(unit, Results(unit), Int32(0), Int32(1 << 24), sAddress, scale, lane, warp)
 
     @cute.kernel
-    def cluster_kernel(self, tensors: tuple, by: tuple, scale: Float32):
+    def cluster_kernel(self, given: tuple, by: tuple, scale: Float32):
         """A cluster for each unit."""
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits = self.traits
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        counts = Counts(traits, Operands(*tensors), by)
+        counts = Counts(traits, Operands(*given), by)
         smem = cutlass.memory.SmemAllocator()
         sAddress = smem.allocate(traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
         rank, index = bidx % traits.cluster, bidx // traits.cluster
         unit = Unit.of_block(counts, index, lane)
-        turns = turns_of_keys(traits, unit.k_len)
+        turns = turns_of_keys(counts, unit.k_len)
         each = (turns + (traits.cluster - 1)) // traits.cluster
         part = ClusterPart(unit, sAddress + (traits.streams_bytes + traits.query_bytes), rank)
         self._attend(unit, part, rank * each, (rank + 1) * each, sAddress, scale, lane, warp)
@@ -210,7 +211,7 @@ class Attention(Entry):
         lane: Int32,
         warp: Int32,
     ):
-        """One warp's part of a unit: its rows, and of the keys of some turns its group's."""
+        """One warp's part of a unit: its rows, and of the keys of some turns its group's. Turns are counted from the first one that is seen."""
         tile = self.traits.tile
         group, row_warp = warp // tile.row_warps, warp % tile.row_warps
         first_row = unit.first_row + row_warp * (ROW_BLOCK * tile.m_blocks)
@@ -228,8 +229,7 @@ class Attention(Entry):
         if cutlass.const_expr(self.traits.problem.appends):
             if warp == 0 and turn == 0 and unit.first_row == 0:
                 source.append(lane)
-        factor = select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E)
-        softmax = OnlineSoftmax(tile.m_blocks, Float32(factor), self.traits.keeps_sums)
+        softmax = OnlineSoftmax(tile.m_blocks, score_factor(scale, unit.ops.softcap), self.traits.keeps_sums)
         rO = cute.make_rmem_tensor((tile.m_blocks, self.traits.v_tiles, 4), Float32)
         rWeight = cute.make_rmem_tensor((tile.m_blocks, 1, 4), Float32)
         rO.fill(0.0)
@@ -256,8 +256,14 @@ class Attention(Entry):
     def _tiles(self, unit: Unit, turn: Int32, end_turn: Int32, group: Int32):
         """(first tile, number of tiles) of a group of warps in some turns; its tiles are `key_warps` apart."""
         tile = self.traits.tile
-        end = cutlass.min(unit.num_tiles(), end_turn * tile.key_warps)
-        first = turn * tile.key_warps + group
+        first_seen, end_seen = unit.tiles()
+        skipped = unit.first_turn()
+        end = cutlass.min(end_seen, (end_turn + skipped) * tile.key_warps)
+        first = (turn + skipped) * tile.key_warps + group
+        if cutlass.const_expr(self.traits.problem.has_left):
+            # the row tiles of a request start one after the other
+            rounds = cutlass.max(first_seen - first + (tile.key_warps - 1), 0) // tile.key_warps
+            first = first + rounds * tile.key_warps
         return first, cutlass.max(end - first + (tile.key_warps - 1), 0) // tile.key_warps
 
     @cute.jit
@@ -276,7 +282,7 @@ class Attention(Entry):
             found = ring.lookup(begin + (ahead + 1) * step)
         # after the copies: their wait is not behind that of the queries
         queries = load_queries(unit, rows, first_row, scale, query_address, lane)
-        mask = ScoreMask(unit, rows, lane)
+        mask, cap = ScoreMask(unit, rows, lane), ScoreCap(scale, unit.ops.softcap)
         stage = Int32(0)
         for turn in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(num_stages - 2)
@@ -286,7 +292,7 @@ class Attention(Entry):
                 ring.issue(begin + (turn + (num_stages - 1)) * step, free, found)
             cute.arch.cp_async_commit_group()
             found = ring.lookup(begin + (turn + num_stages) * step)
-            self._attend_tile(ring, mask, queries, softmax, rO, rWeight, begin + turn * step, stage, lane)
+            self._attend_tile(ring, mask, cap, queries, softmax, rO, rWeight, begin + turn * step, stage, lane)
             stage = select(stage == num_stages - 1, Int32(0), stage + 1)
 
     @cute.jit
@@ -301,11 +307,12 @@ class Attention(Entry):
             cute.arch.barrier(barrier_id=group + 1, number_of_threads=WARP * tile.row_warps)
 
     @cute.jit
-    def _attend_tile(self, ring, mask, queries, softmax, rO, rWeight, tile: Int32, stage: Int32, lane: Int32):
+    def _attend_tile(self, ring, mask, cap, queries, softmax, rO, rWeight, tile: Int32, stage: Int32, lane: Int32):
         shape = ring.shape
         keys = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_n // 8, 4), Float32)
         self._multiply_keys(keys + OperandLanes(lane, shape.k_pitch_bytes).rows_as_columns, queries, rS)
+        cap.apply(rS)
         mask.apply(rS, tile)
         softmax.update(rS, rO, rWeight)
         values = keys + shape.v_offset_bytes + OperandLanes(lane, shape.v_pitch_bytes).rows_summed

@@ -1,4 +1,4 @@
-"""Which scores count: limits by length and causality, and boolean masks."""
+"""Which scores count: limits by length, causality and windows, and boolean masks."""
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
@@ -21,8 +21,9 @@ class ScoreMask(TraceConstant):
         self.traits, self.unit = unit.traits, unit
         self.first_col = lane % 4 * 2
         self.rows = rows
-        # Tiles that end at or before this key need no limit.
+        # Tiles that end at or before this key, and those that start at or after the other, need no limit.
         self.full_below = unit.key_limit(unit.first_row)
+        self.full_from = unit.key_begin(unit.last_row())
 
     @cute.jit
     def apply(self, rS: cute.Tensor, tile: Int32):
@@ -30,8 +31,12 @@ class ScoreMask(TraceConstant):
         first = tile * self.traits.tile.tile_n
         if cutlass.const_expr(self.traits.problem.mask_rank > 0):
             self._set(rS, first)
-        elif first + self.traits.tile.tile_n > self.full_below:
+        elif self._crosses_limit(first):
             self._set(rS, first)
+
+    def _crosses_limit(self, first):
+        crosses = first + self.traits.tile.tile_n > self.full_below
+        return crosses | (first < self.full_from) if self.traits.problem.has_left else crosses
 
     @cute.jit
     def _set(self, rS: cute.Tensor, first: Int32):
@@ -40,12 +45,15 @@ class ScoreMask(TraceConstant):
                 # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room for.
                 row = self.rows[block][half]
                 limit = self.unit.key_limit(row) - (first + self.first_col)
+                begin = self.unit.key_begin(row) - (first + self.first_col)
                 kept = Int32(-1)
                 if cutlass.const_expr(self.traits.problem.mask_rank > 0):
                     kept = MaskRow(self.unit, row).bits(first + self.first_col, 2 * rS.shape[1])
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         counts = n * 8 + e < limit
+                        if cutlass.const_expr(self.traits.problem.has_left):
+                            counts = counts & (n * 8 + e >= begin)
                         if cutlass.const_expr(self.traits.problem.mask_rank > 0):
                             counts = counts & ((kept & (1 << (2 * n + e))) != 0)
                         rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +12,7 @@ from cuteforge.api_base import APIBase
 from cuteforge.errors import ContractError
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
+from cuteforge.gqa.options import ScoreOptions, checked_scale, checked_softcap, checked_window
 from cuteforge.gqa.prefill_sm90a.config import select_warpgroups
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -23,7 +22,7 @@ FLOATS = ("bfloat16", "float16")
 # What the compiled entry takes, in its order, by the names that the ops have for it.
 _ENTRY = (
     ("q",), ("k", "k_cache"), ("v", "v_cache"), ("out",), ("lse",), ("mask",), ("seqlens_k", "kv_indptr"), ("cu_seqlens_q",),
-    ("cu_seqlens_k",), ("page_table",), ("page_table_rows",), ("new_k",), ("new_v",), ("workspace",),
+    ("cu_seqlens_k",), ("page_table",), ("page_table_rows",), ("new_k",), ("new_v",), ("sinks",), ("workspace",),
 )  # fmt: skip
 _QUERIES = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
 _KEYS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
@@ -52,6 +51,7 @@ def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]
         "page_table_rows": "B",
         "new_k": "B Hkv D",
         "new_v": "B Hkv Dv",
+        "sinks": "Hq",
         "workspace": "W",
     }
     written = {"out", "lse", "workspace"} | ({"k_cache", "v_cache"} if "new_k" in names else set())
@@ -59,7 +59,7 @@ def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]
 
 
 def _operand(name: str, dims: str, role: str) -> Operand:
-    if name == "lse":
+    if name in ("lse", "sinks"):
         return Operand(name, dims, ("float32",), align_bytes=4, role=role)
     if name == "mask":
         return Operand(name, dims, ("bool",))
@@ -76,10 +76,12 @@ class AttentionOp(APIBase):
     _REQUIRED: tuple[str, ...]
     num_splits: int | None = None
 
-    def __init__(self, causal: bool, softmax_scale: float | None, **samples: Any) -> None:
+    def __init__(
+        self, causal: bool, softmax_scale: float | None, window: Any, softcap: float | None, **samples: Any
+    ) -> None:
         given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
         ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
-        self.causal = bool(causal)
+        self.options = ScoreOptions(bool(causal), checked_window(window), checked_softcap(softcap))
         self.softmax_scale = checked_scale(softmax_scale)
         self._optional = tuple(name for name in given if name not in self._REQUIRED)
         self._check_presence(given)
@@ -117,7 +119,10 @@ class AttentionOp(APIBase):
         check_relations(dims, self.samples, self._queries, self._keys)
 
     def _traits(self, dims: Dims, arch: Arch) -> Traits:
-        samples = self.samples
+        samples, facts = self.samples, self.options.facts
+        if self._queries == "single":
+            # the only query is at the last key
+            facts |= {"causal": False, "has_right": False}
         problem = Problem(
             dtype=samples["q"].dtype,
             head_dim=dims["D"],
@@ -125,11 +130,12 @@ class AttentionOp(APIBase):
             queries=self._queries,
             keys=self._keys,
             lengths="seqlens" if "seqlens_k" in samples else "indptr" if "kv_indptr" in samples else None,
-            causal=self.causal and self._queries != "single",
             mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
             has_lse="lse" in samples,
             has_rows="page_table_rows" in samples,
             appends="new_k" in samples,
+            has_sinks="sinks" in samples,
+            **facts,
         )
         return self._select(problem, arch)
 
@@ -140,8 +146,10 @@ class AttentionOp(APIBase):
         traits = self._traits(dims, arch)
         return KernelKey(traits.builder, traits, arch.name)
 
-    def _scalars(self, arch: Arch) -> tuple[int, ...]:
-        return max_ctas(self._traits(self.dims, arch), arch), self.num_splits or 0
+    def _scalars(self, arch: Arch) -> tuple[Any, ...]:
+        traits, options = self._traits(self.dims, arch), self.options
+        right = options.right if traits.problem.has_right else None
+        return max_ctas(traits, arch), self.num_splits or 0, options.left, right, options.softcap
 
     def _is_empty(self, operands: tuple) -> bool:
         return operands[len(self._REQUIRED) - 1].numel() == 0  # out
@@ -266,14 +274,3 @@ class Arrangement:
         if self._has_mask:
             arranged[5] = arranged[5].view(torch.uint8)
         return tuple(arranged)
-
-
-def checked_scale(value: float | None) -> float | None:
-    """`value` as a float, or None.
-
-    Raises:
-        ContractError: no finite number; a tensor is none.
-    """
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-        raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
-    return None if value is None else float(value)

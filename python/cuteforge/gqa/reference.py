@@ -2,7 +2,7 @@
 
 Runs on CPU and CUDA. Dims: ``B`` batch, ``L`` query tokens, ``S`` KV tokens, ``Hq = G * Hkv`` heads, ``D`` head dim, ``Dv`` that of the
 values, ``T`` packed tokens, ``P`` pages of ``ps`` tokens, ``R`` rows and ``C`` columns of a page table. Query head ``h`` reads KV head
-``h // G``. A query that sees no key gives out 0 and lse -inf, the neutral element of `merge`.
+``h // G``. A query that sees no key gives out 0 and lse -inf, the neutral element of `merge`; with sinks, lse that of its head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ def attend(
     lens_q: torch.Tensor | None = None,
     lens_k: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     compute_dtype: torch.dtype = torch.float64,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,20 +37,24 @@ def attend(
             read.
         mask: bool, True = keep: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and columns that it lacks
             count as masked.
-        causal: query i of request b sees key j only where ``j <= i + lens_k[b] - lens_q[b]``.
+        sinks: ``(Hq,)``, a logit of each head that joins the denominators, lse included, and has no value.
+        causal: query i of request b sees key j only where ``j <= p``, ``p = i + lens_k[b] - lens_q[b]``.
         softmax_scale: None is ``D**-0.5``.
+        window: (left, right): only where ``p - left <= j <= p + right``, None on a side is no limit; with causal right is 0.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
         compute_dtype: arithmetic. The dtype of the inputs gives what eager code of that dtype computes.
         out_dtype: None is the dtype of q.
 
     Returns:
-        ``out (B, L, Hq, Dv)`` and ``lse (B, Hq, L)``, natural log, fp64 with compute_dtype fp64 and else fp32. Queries past lens_q have out 0
-        and lse -inf.
+        ``out (B, L, Hq, Dv)`` and ``lse (B, Hq, L)``, natural log, fp64 with compute_dtype fp64 and else fp32. Queries past lens_q see no key.
     """
     batch, length, heads, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     out = q.new_zeros((batch, length, heads, v.shape[-1]), dtype=out_dtype or q.dtype)
     lse_dtype = torch.promote_types(compute_dtype, torch.float32)
-    lse = q.new_full((batch, heads, length), -torch.inf, dtype=lse_dtype)
+    lse = blind_lse(q.new_empty((batch, heads, length), dtype=lse_dtype), sinks)
+    left, right = window or (None, None)
+    right = 0 if causal else right
     rows_of, cols_of = _lengths(lens_q, batch, length), _lengths(lens_k, batch, k.shape[1])
     for b, (rows, cols) in enumerate(zip(rows_of, cols_of)):
         if not cols:
@@ -56,10 +63,18 @@ def attend(
         step = max(1, _MAX_SCORES // (heads * cols))
         for first in range(0, rows, step):
             run = slice(first, min(first + step, rows))
-            keep = _keep(mask, b, run, cols, cols - rows if causal else None, q.device)
-            part, lse[b, :, run] = _attend_rows(q[b, run].to(compute_dtype), keys, values, keep, scale, lse_dtype)
+            positions = torch.arange(run.start, run.stop, device=q.device) + (cols - rows)
+            keep = _keep(mask, b, run, cols, _window(positions, cols, left, right))
+            scores = _scores(q[b, run].to(compute_dtype), keys, scale, softcap, keep)
+            part, lse[b, :, run] = _weigh(scores, values, sinks, lse_dtype)
             out[b, run] = part.to(out.dtype)
     return out, lse
+
+
+def blind_lse(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """What a query that sees no key has in ``lse (..., Hq, L)``, expanded to its shape."""
+    blind = lse.new_tensor(-torch.inf) if sinks is None else sinks.to(lse.dtype)[:, None]
+    return blind.expand_as(lse).clone()
 
 
 def _lengths(lens: torch.Tensor | None, batch: int, capacity: int) -> list[int]:
@@ -72,20 +87,26 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(
-    mask: torch.Tensor | None, b: int, rows: slice, cols: int, corner: int | None, device: torch.device
+    mask: torch.Tensor | None, b: int, rows: slice, cols: int, window: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Which keys the queries `rows` of request `b` see: ``(1|Hq, 1|rows, cols)`` bool, or None for all.
+    """Which keys the queries `rows` of request `b` see: ``(1|Hq, 1|rows, cols)`` bool, or None for all."""
+    if mask is None:
+        return None if window is None else window[None]
+    keep = _mask_rows(mask, b, rows, cols)
+    return keep if window is None else keep & window
 
-    `corner` is how many keys precede the key at the diagonal of query 0; None without a causal mask.
-    """
-    keep = None
-    if mask is not None:
-        keep = _mask_rows(mask, b, rows, cols)
-    if corner is not None:
-        query = torch.arange(rows.start, rows.stop, device=device)
-        below = torch.arange(cols, device=device) <= query[:, None] + corner
-        keep = below[None] if keep is None else keep & below
-    return keep
+
+def _window(positions: torch.Tensor, cols: int, left: int | None, right: int | None) -> torch.Tensor | None:
+    """Which of `cols` keys queries at `positions` have in their window, ``(rows, cols)``; None where that has no limit."""
+    if left is None and right is None:
+        return None
+    distance = torch.arange(cols, device=positions.device) - positions[:, None]
+    inside = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        inside &= distance >= -left
+    if right is not None:
+        inside &= distance <= right
+    return inside
 
 
 def _mask_rows(mask: torch.Tensor, b: int, rows: slice, cols: int) -> torch.Tensor:
@@ -100,18 +121,26 @@ def _mask_rows(mask: torch.Tensor, b: int, rows: slice, cols: int) -> torch.Tens
     return keep
 
 
-def _attend_rows(q, keys, values, keep, scale, lse_dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """out ``(rows, Hq, Dv)`` and lse ``(Hq, rows)`` of q ``(rows, Hq, D)`` over keys and values by head."""
+def _scores(q, keys, scale, softcap, keep) -> torch.Tensor:
+    """``(Hq, rows, cols)`` of q ``(rows, Hq, D)`` with keys by head, -inf where they do not count."""
     rows, heads, d = q.shape
-    kv_heads = keys.shape[0]
     # The queries of a group, one after the other, read one head.
-    grouped = _by_head(q).reshape(kv_heads, -1, d)
+    grouped = _by_head(q).reshape(keys.shape[0], -1, d)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1) * scale
-    if keep is not None:
-        scores = scores.masked_fill(~keep, -torch.inf)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores if keep is None else scores.masked_fill(~keep, -torch.inf)
+
+
+def _weigh(scores, values, sinks, lse_dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """out ``(rows, Hq, Dv)`` and lse ``(Hq, rows)`` of scores ``(Hq, rows, cols)`` over values by head."""
+    heads, rows, cols = scores.shape
+    if sinks is not None:
+        # a key without a value
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(heads, rows, 1)), -1)
     lse = torch.logsumexp(scores.to(lse_dtype), -1)
-    weights = torch.softmax(scores, -1).masked_fill(lse.isneginf().unsqueeze(-1), 0)
-    out = weights.view(kv_heads, -1, weights.shape[-1]) @ values
+    weights = torch.softmax(scores, -1).masked_fill(lse.isneginf().unsqueeze(-1), 0)[..., :cols]
+    out = weights.reshape(values.shape[0], -1, cols) @ values
     return _by_head(out.view(heads, rows, -1)), lse
 
 

@@ -4,9 +4,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from cuteforge.device.copy import gmem_run, smem_floats
-from cuteforge.device.math import NEG_INF, exp2_fast, fma_rn, rcp_rn, select
+from cuteforge.device.math import LOG2_E, NEG_INF, exp2_fast, fma_rn, rcp_rn, select
 from cuteforge.device.mma_sm80 import pack_pair
-from cuteforge.device.softmax import HALVES, log_sum_exp
+from cuteforge.device.softmax import HALVES, finite_or_zero, log_sum_exp
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import PARTS, ROW_BLOCK, WARP, Traits
 from cuteforge.gqa.shares import WHOLE
@@ -33,10 +33,10 @@ class Results(TraceConstant):
         for block in cutlass.range_constexpr(self.traits.tile.m_blocks):
             for half in cutlass.range_constexpr(HALVES):
                 row = rows[block][half]
-                factor = reciprocal_or_zero(rWeight[block, 0, 2 * half])
-                lse = Float32(0.0)
-                if cutlass.const_expr(self.traits.keeps_sums):
-                    lse = softmax.log_sum_exp(block, half)
+                total = softmax.row_sum(block, half) if cutlass.const_expr(self.traits.keeps_sums) else Float32(0.0)
+                largest, weight = softmax.rMax[block, half], rWeight[block, 0, 2 * half]
+                factor, shift, total = finish_row(self.sink(row), largest, softmax.factor, weight, total)
+                lse = log_sum_exp(shift, total)
                 words = [
                     pack_pair(mOut.element_type, *(rO[block, n, 2 * half + e] * factor for e in range(2)))
                     for n in range(self.traits.v_tiles)
@@ -61,6 +61,13 @@ class Results(TraceConstant):
                 self._store_rounded(row, col, values)
         else:
             self._store_rounded(row, col, values)
+
+    def sink(self, row):
+        """What joins the sums of a row besides its keys, if anything: nothing joins those of a part."""
+        sink = self.unit.sink(row)
+        if sink is None or not self.traits.splits:
+            return sink
+        return Float32(select(self.part == WHOLE, sink, Float32(NEG_INF)))
 
     def _index(self, row):
         return self.partials.index(self.team, self.unit.head, self.part, row - self.unit.first_row)
@@ -88,7 +95,12 @@ def store_nothing(unit: Unit, row: Int32):
         address = unit.query_address(unit.ops.mOut, row)
         for chunk in cutlass.range(unit.traits.v_tiles, unroll=1):
             store_words(address + Int64(chunk * 16), [cutlass.Uint32(0)] * 4)
-        store_lse(unit, row, Float32(NEG_INF))
+        store_lse(unit, row, _blind_lse(unit, row))
+
+
+def _blind_lse(unit: Unit, row):
+    sink = unit.sink(row)
+    return Float32(NEG_INF) if sink is None else sink
 
 
 def store_lse(unit: Unit, row, lse) -> None:
@@ -164,11 +176,11 @@ class GroupJoin(TraceConstant):
                 exact = fma_rn(weights[group], stats[2], exact)
                 for c in cutlass.range_constexpr(4):
                     rSum[c] = fma_rn(weights[group], part[c], rSum[c])
-            scale = reciprocal_or_zero(total)
+            scale, shift, exact = finish_row(results.sink(unit.first_row + row), largest, factor, total, exact)
             results.store(unit.first_row + row, col, [rSum[c] * scale for c in range(4)])
             if cutlass.const_expr(self.traits.keeps_sums):
                 if col == 0:
-                    results.store_lse(unit.first_row + row, log_sum_exp(largest, exact, factor))
+                    results.store_lse(unit.first_row + row, log_sum_exp(shift, exact))
 
     def _weights(self, row, factor):
         """What each group's sums are scaled by, and the largest score of all groups."""
@@ -176,8 +188,27 @@ class GroupJoin(TraceConstant):
         largest = maxima[0]
         for other in maxima[1:]:
             largest = cute.arch.fmax(largest, other)
-        shift = Float32(select(largest == NEG_INF, Float32(0.0), largest)) * factor
+        shift = finite_or_zero(largest) * factor
         return [exp2_fast(fma_rn(m, factor, -shift)) for m in maxima], largest
+
+
+def finish_row(sink, largest, factor, weight, total) -> tuple:
+    """(what the sums of a row are multiplied by, and its log-sum-exp as `log_sum_exp` takes it).
+
+    Args:
+        sink: one more logit, or None.
+        largest: score; times `factor` a power of two.
+        weight, total: sums of the weights relative to that, as rounded and before.
+    """
+    if sink is None:
+        return reciprocal_or_zero(weight), finite_or_zero(largest) * factor, total
+    # a factor may be so small that it times -inf is NaN
+    of_keys = Float32(select(largest == NEG_INF, Float32(NEG_INF), largest * factor))
+    of_sink = sink * LOG2_E
+    shift = finite_or_zero(cute.arch.fmax(of_keys, of_sink))
+    of_keys, of_sink = exp2_fast(of_keys - shift), exp2_fast(of_sink - shift)
+    weight, total = (fma_rn(x, of_keys, of_sink) for x in (weight, total))
+    return reciprocal_or_zero(weight) * of_keys, shift, total
 
 
 def reciprocal_or_zero(total):

@@ -1,9 +1,9 @@
 """How CTAs share the keys of all units, so that each has as much to read as any other, whatever the lengths.
 
-The keys of a request are counted in turns, the tiles that all groups of a CTA take at once. For each KV head the turns of all requests form one line,
-which is cut into equal shares, one for each team; a team has a CTA for each KV head, so that the heads, which lie next to each other in memory, are
-read together. A CTA goes through the units that its share touches. A unit that lies in one share is finished there. Of any other, each CTA leaves
-a part in the workspace, at most two a CTA: of the unit that began before its share, and of the one that goes on after it.
+The keys of a request that its queries see are counted in turns, the tiles that all groups of a CTA take at once. For each KV head the turns of all
+requests form one line, which is cut into equal shares, one for each team; a team has a CTA for each KV head, so that the heads, which lie next to
+each other in memory, are read together. A CTA goes through the units that its share touches. A unit that lies in one share is finished there. Of
+any other, each CTA leaves a part in the workspace, at most two a CTA: of the unit that began before its share, and of the one that goes on after it.
 
 Lengths are read on the device, so a captured graph stays right, and balanced, for any.
 """
@@ -21,19 +21,18 @@ CONTINUED, BEGUN = 0, 1
 WHOLE = -1
 
 
-def turn_keys(traits: Traits) -> int:
-    """Keys of a turn."""
-    return traits.tile.key_warps * traits.tile.tile_n
-
-
 def is_uniform(traits: Traits) -> bool:
     """Whether all requests have as many keys as the shapes say."""
     return traits.problem.lengths is None
 
 
-def turns_of_keys(traits: Traits, keys):
-    """Turns of one row tile; one for a request without keys, whose rows are written too."""
-    return cutlass.max((keys + (turn_keys(traits) - 1)) // turn_keys(traits), 1)
+def turns_of_keys(counts: Counts, keys):
+    """Turns of one row tile, from the first one on that any query sees; one for a request without keys, whose rows are written too."""
+    turn_keys = counts.traits.tile.turn_keys
+    turns = (keys + (turn_keys - 1)) // turn_keys
+    if counts.traits.problem.has_left:
+        turns = turns - counts.first_turn(keys, counts.tokens)
+    return cutlass.max(turns, 1)
 
 
 class Shares(TraceConstant):
@@ -59,7 +58,7 @@ class Shares(TraceConstant):
         """Turns of one row tile of a request."""
         if self.is_uniform:
             return self.by_turns.divisor
-        return turns_of_keys(self.counts.traits, self.counts.keys_of(batch)[1])
+        return turns_of_keys(self.counts, self.counts.keys_of(batch)[1])
 
     @cute.jit
     def _total(self):
@@ -184,7 +183,7 @@ class Shares(TraceConstant):
 
 def make_plan(counts: Counts, teams, pieces) -> tuple:
     """The plan of `Shares`, by the host."""
-    return teams, pieces, fast_divisor(turns_of_keys(counts.traits, counts.most_keys()))
+    return teams, pieces, fast_divisor(turns_of_keys(counts, counts.most_keys()))
 
 
 def may_cut_units(counts: Counts, plan: tuple):

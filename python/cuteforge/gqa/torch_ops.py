@@ -31,7 +31,8 @@ _DENSE = "Tensor q, Tensor k, Tensor v"
 _PAGED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table"
 _APPENDED = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table"
 _ROWS = "Tensor? seqlens_k, Tensor? kv_indptr, Tensor? page_table_rows"
-_CONFIG = {False: "float? softmax_scale, bool causal", True: "float? softmax_scale, bool causal, int? num_splits"}
+_SCORES = "Tensor? mask, Tensor? sinks"
+_CONFIG = "float? softmax_scale, bool causal, int? window_left, int? window_right, float? softcap"
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -43,8 +44,13 @@ class _Call:
         tensors = dict(zip(names, arguments))
         check_queries(tensors, op)
         self.given: Tensors = {name: x for name, x in tensors.items() if x is not None}
-        self.softmax_scale, *config = arguments[len(names) :]
-        self.config = dict(zip(("causal", "num_splits"), config))
+        self.softmax_scale, causal, left, right, softcap, *splits = arguments[len(names) :]
+        self.config = {
+            "causal": causal,
+            "window": (left, right),
+            "softcap": softcap,
+            **dict(zip(("num_splits",), splits)),
+        }
 
     def fake(self) -> Results:
         return new_results(self.given, True)
@@ -61,7 +67,8 @@ class _Call:
         self.op(**specs, **self.config, softmax_scale=self.softmax_scale).check_support()
         if out.numel():
             check_contents(given)
-            _attend_on_cpu(given, self.config["causal"], self.softmax_scale, out, lse)
+            options = {name: self.config[name] for name in ("causal", "window", "softcap")}
+            _attend_on_cpu(given, options | {"softmax_scale": self.softmax_scale}, out, lse)
         return out, lse
 
 
@@ -70,8 +77,8 @@ def _spec(x: torch.Tensor, keep_strides: bool) -> TensorSpec:
     return TensorSpec(tuple(x.shape), x.dtype, tuple(x.stride()) if keep_strides else None)
 
 
-def _attend_on_cpu(given: Tensors, causal: bool, scale: float | None, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write out and lse, and the pools where the call appends; packed tokens of no request become 0 and -inf."""
+def _attend_on_cpu(given: Tensors, options: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write out and lse, and the pools where the call appends; packed tokens of no request see no key."""
     q, k, v, lens_q, lens_k = given["q"], given.get("k"), given.get("v"), None, given.get("seqlens_k")
     if "page_table" in given:
         k, v, lens_k = _paged_keys(given)
@@ -81,7 +88,8 @@ def _attend_on_cpu(given: Tensors, causal: bool, scale: float | None, out: torch
     if cuts is not None:
         q, lens_q = reference.unpack(q, cuts)
     q = q[:, None] if q.dim() == 3 else q
-    options = {"lens_q": lens_q, "lens_k": lens_k, "mask": given.get("mask"), "causal": causal, "softmax_scale": scale}
+    sinks = given.get("sinks")
+    options |= {"lens_q": lens_q, "lens_k": lens_k, "mask": given.get("mask"), "sinks": sinks}
     with torch.autocast("cpu", enabled=False):
         results = reference.attend(q, k, v, **options, compute_dtype=torch.float32)
     if cuts is None:
@@ -89,7 +97,7 @@ def _attend_on_cpu(given: Tensors, causal: bool, scale: float | None, out: torch
         lse.copy_(results[1])
     else:
         out.zero_()
-        lse.fill_(-torch.inf)
+        lse.copy_(reference.blind_lse(lse, sinks))
         cuts = cuts.tolist()
         for first, end, rows, sums in zip(cuts, cuts[1:], *results):
             out[first:end], lse[:, first:end] = rows[: end - first], sums[:, : end - first]
@@ -137,7 +145,7 @@ def _register(op: type, name: str, schema: str, register: Any = register_op) -> 
     def fake(*arguments: Any) -> Results:
         return _Call(op, names, arguments).fake()
 
-    config = _CONFIG[op in (GQADecode, PagedGQADecode)]
+    config = _CONFIG + (", int? num_splits" if op in (GQADecode, PagedGQADecode) else "")
     register(f"{name}({schema}, {config}) -> (Tensor, Tensor)", cuda=cuda, cpu=cpu, fake=fake)
 
 
@@ -164,17 +172,17 @@ def _merge_fake(o_a: torch.Tensor, *_: torch.Tensor) -> Results:
     return new_merged(o_a)
 
 
-_register(GQADecode, OPS[GQADecode], f"{_DENSE}, Tensor? seqlens_k, Tensor? mask")
+_register(GQADecode, OPS[GQADecode], f"{_DENSE}, Tensor? seqlens_k, {_SCORES}")
 _register(
     GQAPrefill,
     OPS[GQAPrefill],
-    f"{_DENSE}, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? mask",
+    f"{_DENSE}, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, {_SCORES}",
 )
-_register(PagedGQADecode, OPS[PagedGQADecode], f"{_PAGED}, {_ROWS}, Tensor? mask")
+_register(PagedGQADecode, OPS[PagedGQADecode], f"{_PAGED}, {_ROWS}, {_SCORES}")
 _register(
-    PagedGQADecode, APPEND_OP, f"{_APPENDED}, {_ROWS}, Tensor? new_k, Tensor? new_v, Tensor? mask", register_updating_op
+    PagedGQADecode, APPEND_OP, f"{_APPENDED}, {_ROWS}, Tensor? new_k, Tensor? new_v, {_SCORES}", register_updating_op
 )
-_register(PagedGQAPrefill, OPS[PagedGQAPrefill], f"{_PAGED}, Tensor cu_seqlens_q, {_ROWS}, Tensor? mask")
+_register(PagedGQAPrefill, OPS[PagedGQAPrefill], f"{_PAGED}, Tensor cu_seqlens_q, {_ROWS}, {_SCORES}")
 register_op(
     f"merge_state({', '.join(f'Tensor {name}' for name in INPUT_NAMES)}) -> (Tensor, Tensor)",
     cuda=_merge_cuda,

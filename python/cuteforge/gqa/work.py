@@ -17,10 +17,11 @@ L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half
 
 
 class Operands(TraceConstant):
-    """The operands of a kernel by name; None for those that the op does not have."""
+    """The operands of a kernel by name; None for those that the op does not have. The last three are numbers."""
 
     NAMES = (
-        "mQ", "mK", "mV", "mOut", "mLse", "mMask", "mLengths", "mCuQ", "mCuK", "mTable", "mRows", "mNewK", "mNewV", "mWorkspace",
+        "mQ", "mK", "mV", "mOut", "mLse", "mMask", "mLengths", "mCuQ", "mCuK", "mTable", "mRows", "mNewK", "mNewV", "mSinks", "mWorkspace",
+        "left", "right", "softcap",
     )  # fmt: skip
 
     def __init__(self, *tensors):
@@ -122,6 +123,16 @@ class Counts(TraceConstant):
         keys = Int64(self.requests) * Int64(self.kv_heads) * Int64(self.most_keys())
         return keys <= LITTLE_BYTES // (2 * (problem.head_dim + problem.v_dim))
 
+    def first_seen(self, position):
+        """The first key that a query at a position sees: positions are those of keys, negative ones before the first."""
+        left = self.ops.left
+        # no difference of two large numbers, which could pass 2**31
+        return Int32(0) if left is None else cutlass.max(position, left) - left
+
+    def first_turn(self, keys, tokens):
+        """The first turn of keys that any query of a request sees."""
+        return self.first_seen(keys - tokens) // self.traits.tile.turn_keys
+
     @cute.jit
     def keys_of(self, batch: Int32):
         """(first key in packed keys, number of keys) of a request: never more than the operands hold, none past the last request."""
@@ -214,22 +225,38 @@ class Unit(TraceConstant):
         return row
 
     def key_limit(self, row):
-        """Keys that a packed row sees, from the first on: all, or up to its own token at the lower right corner."""
+        """The end of the keys that a packed row sees: of all, of those up to its own token at the lower right corner, or some further."""
+        if self.traits.problem.has_right:
+            queries_after = self.q_len - 1 - row // self.counts.by_group
+            return self.k_len - cutlass.max(queries_after - self.ops.right, 0)
         if not self.traits.problem.causal:
             return self.k_len
         return cutlass.min(row // self.counts.by_group + (self.k_len - self.q_len) + 1, self.k_len)
+
+    def key_begin(self, row):
+        """The first key that a packed row sees."""
+        return self.counts.first_seen(row // self.counts.by_group + (self.k_len - self.q_len))
+
+    def first_turn(self):
+        """As `Counts.first_turn`."""
+        return self.counts.first_turn(self.k_len, self.q_len)
 
     def last_row(self):
         """The last row of the tile."""
         return cutlass.min(self.first_row + self.traits.tile.tile_m, self.num_rows) - 1
 
     @cute.jit
-    def num_tiles(self):
-        """Tiles of keys that the rows of the tile see."""
+    def tiles(self):
+        """(first, end) of the tiles of keys that the rows of the tile see."""
+        tile_n = self.traits.tile.tile_n
         keys = cutlass.max(self.key_limit(self.last_row()), 0)
         if self.first_row >= self.num_rows:
             keys = Int32(0)
-        return (keys + (self.traits.tile.tile_n - 1)) // self.traits.tile.tile_n
+        end = (keys + (tile_n - 1)) // tile_n
+        first = Int32(0)
+        if cutlass.const_expr(self.traits.problem.has_left):
+            first = cutlass.min(self.key_begin(self.first_row) // tile_n, end)
+        return first, end
 
     def source(self):
         """Where the unit's keys and values come from."""
@@ -258,6 +285,13 @@ class Unit(TraceConstant):
             "packed": (self.first_token + token, head),
         }[self.traits.problem.queries]
         return row_address(m, index)
+
+    def sink(self, row):
+        """The sink of a packed row's head, None in an op without sinks."""
+        if not self.traits.problem.has_sinks:
+            return None
+        _, head = self.token_and_head(row)
+        return self.ops.mSinks[head]
 
     def lse_index(self, row):
         token, head = self.token_and_head(row)

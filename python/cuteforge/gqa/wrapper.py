@@ -19,6 +19,7 @@ from cuteforge.gqa.api import (
     decode_rows,
 )
 from cuteforge.gqa.config import ROW_BLOCK
+from cuteforge.gqa.options import Window, checked_softcap, checked_window
 from cuteforge.op_cache import dense, run_op
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 
@@ -45,14 +46,16 @@ APPEND_OP = "paged_gqa_decode_append"
 
 def gqa_decode_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None,
-    causal: bool = False, softmax_scale: float | None = None, num_splits: int | None = None, return_lse: bool = False,
-    out: torch.Tensor | None = None, stream: Any = None,
+    sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, window: Window | None = None,
+    softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+    stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens; see `GQADecode` for the operation, shapes and numerics.
 
     Args:
         q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``.
         seqlens_k: int32, or int64, which is converted.
+        sinks: fp32.
         return_lse: also return the log-sum-exp.
         out: where to write the result; None allocates it.
         stream: where allocation, copies and launch happen; None is torch's current stream of q's device, and the only choice under torch.compile.
@@ -66,14 +69,16 @@ def gqa_decode_wrapper(
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
     """
-    tensors = {"q": q, "k": k, "v": v, "seqlens_k": seqlens_k, "mask": mask}
-    return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, causal=causal, num_splits=num_splits)
+    tensors = {"q": q, "k": k, "v": v, "seqlens_k": seqlens_k, "mask": mask, "sinks": sinks}
+    config = {"causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits}
+    return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, config)
 
 
 def gqa_prefill_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
-    return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
+    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool = False,
+    out: torch.Tensor | None = None, stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of many query tokens, dense or packed; see `GQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
 
@@ -88,15 +93,18 @@ def gqa_prefill_wrapper(
         "cu_seqlens_k": cu_seqlens_k,
         "seqlens_k": seqlens_k,
         "mask": mask,
+        "sinks": sinks,
     }
-    return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, causal=causal)
+    config = {"causal": causal, "window": window, "softcap": softcap}
+    return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, config)
 
 
 def paged_gqa_decode_wrapper(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, *, seqlens_k: torch.Tensor | None = None,
     kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None = None,
-    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
-    num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
+    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
+    return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens over pages; see `PagedGQADecode` for the operation, and `gqa_decode_wrapper` for what is not said here.
 
@@ -107,18 +115,18 @@ def paged_gqa_decode_wrapper(
     """
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k, "kv_indptr": kv_indptr,
-        "page_table_rows": page_table_rows, "new_k": new_k, "new_v": new_v, "mask": mask,
+        "page_table_rows": page_table_rows, "new_k": new_k, "new_v": new_v, "mask": mask, "sinks": sinks,
     }  # fmt: skip
-    return _attend(
-        PagedGQADecode, tensors, out, return_lse, stream, softmax_scale, causal=causal, num_splits=num_splits
-    )
+    config = {"causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits}
+    return _attend(PagedGQADecode, tensors, out, return_lse, stream, softmax_scale, config)
 
 
 def paged_gqa_prefill_wrapper(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, *,
     seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, return_lse: bool = False,
-    out: torch.Tensor | None = None, stream: Any = None,
+    mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+    window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+    stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of packed query tokens over pages; see `PagedGQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
 
@@ -127,9 +135,10 @@ def paged_gqa_prefill_wrapper(
     """
     tensors = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k,
-        "kv_indptr": kv_indptr, "page_table_rows": page_table_rows, "mask": mask,
+        "kv_indptr": kv_indptr, "page_table_rows": page_table_rows, "mask": mask, "sinks": sinks,
     }  # fmt: skip
-    return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, causal=causal)
+    config = {"causal": causal, "window": window, "softcap": softcap}
+    return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, config)
 
 
 def attn_decode(
@@ -174,10 +183,12 @@ Tensors = dict[str, Any]
 
 
 def _attend(
-    op: type, tensors: Tensors, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, **config: Any
-) -> TupleDict:
+    op: type, tensors: Tensors, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, config: dict[str, Any]
+) -> TupleDict:  # fmt: skip
     """Run a wrapper; `tensors` are its inputs by name, None for those not given."""
     check_queries(tensors, op)
+    # one form of each: they are part of a key
+    config["window"], config["softcap"] = checked_window(config["window"]), checked_softcap(config["softcap"])
     given = {name: x for name, x in tensors.items() if x is not None}
     refuse_grad(given, given.values(), op.__name__)
     context = _NO_CONTEXT if stream is None else explicit_stream(stream, tensors["q"].device)
@@ -288,10 +299,10 @@ def _attend_by_op(
     """As `run_attention`, seen by what follows the call."""
     appends = any(name in given for name in NEW_NAMES)
     inputs = [x for name, x in tensors.items() if appends or name not in NEW_NAMES]
-    causal, *rest = config.values()
+    causal, window, softcap, *rest = config.values()
     name = APPEND_OP if appends else OPS[op]
     operands = given if out is None else {**given, "out": out}
-    results = call_op(name, operands, (*inputs, softmax_scale, bool(causal), *rest), stream)
+    results = call_op(name, operands, (*inputs, softmax_scale, bool(causal), *window, softcap, *rest), stream)
     return (results[0] if out is None else _copied(results[0], out), results[1])
 
 

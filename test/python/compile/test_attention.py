@@ -16,6 +16,13 @@ from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 
 FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
+OPTION_HEADS = (64, 128, 256)
+OPTIONS = {
+    "window": {"has_left": True, "has_right": True},
+    "softcap": {"causal": True, "has_softcap": True},
+    "sinks": {"causal": True, "has_sinks": True},
+    "all": {"causal": True, "has_left": True, "has_softcap": True, "has_sinks": True},
+}
 REGISTERS_PER_SM = 65536
 REGISTER_GRANULE = 8  # registers a thread are handed out in eights
 HEADS = ((128, 128), (64, 64), (72, 72), (192, 128), (256, 256))
@@ -91,6 +98,28 @@ CASES = [
     pytest.param(arch_name, traits, id=label(arch_name, traits))
     for arch_name in (FULL, *REDUCED)
     for traits in cases_of(arch_name)
+]
+
+
+def option_cases(arch_name):
+    """Prefill with each option, decode with each on one architecture and else with all of them; their registers come on top of those of a head."""
+    arch = resolve_arch(arch_name, None)
+    for option, d in itertools.product(OPTIONS, OPTION_HEADS):
+        facts = {"has_lse": True, **OPTIONS[option]}
+        prefill = Problem("bfloat16", d, d, "packed", "packed", **facts)
+        yield option, select_prefill(prefill, arch)
+        if arch_name == FULL or option == "all":
+            decode = Problem("bfloat16", d, d, "batch", **PAGED, **facts)
+            yield option, select_decode(decode, ROWS[0], arch, True)
+            yield option, select_decode(decode, ROWS[0], arch, False)
+    masked = Problem("bfloat16", OPTION_HEADS[-1], OPTION_HEADS[-1], "packed", **PAGED, mask_rank=2, **OPTIONS["all"])
+    yield "all", select_prefill(masked, arch)
+
+
+CASES += [
+    pytest.param(arch_name, traits, id=f"{label(arch_name, traits)}-{option}")
+    for arch_name in (FULL, *REDUCED)
+    for option, traits in option_cases(arch_name)
 ]
 
 

@@ -14,19 +14,32 @@ DENSE = ("batch", {"keys": "batch", "lengths": "seqlens", "causal": True, "has_l
 RAGGED = ("packed", {"keys": "packed", "causal": True})
 PAGES = ("packed", {"keys": "pages", "lengths": "seqlens", "causal": True})
 TOKENS = ("batch", {"keys": "tokens", "lengths": "indptr"})
+OPTIONS = (
+    {"has_left": True, "has_right": True},
+    {"causal": True, "has_sinks": True},
+    {"causal": True, "has_softcap": True},
+    {"has_left": True, "has_softcap": True, "has_sinks": True},
+)
 EVERY_WIDTH = (8, 24, 40, 64, 72, 88, 96, 104, 120, 136, 192, 248, 256)
 PROBLEMS = [
     *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in EVERY_WIDTH),
     *(Problem("bfloat16", *heads, *RAGGED[:1], **RAGGED[1]) for heads in ((192, 128), (64, 128), (128, 64), (64, 256))),
     *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 72, 96, 128, 256)),
     Problem("float16", 192, 128, TOKENS[0], **TOKENS[1]),
+    *(
+        Problem("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
+        for d in (64, 128, 256)
+        for options in OPTIONS
+    ),
+    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in (64, 72, 128, 256)),
 ]
 # Waits for products: of the first scores, of scores and of values in the loop, of the last values, and of what is on its way at the end.
 FIRST, SCORES, VALUES, LAST, END = range(5)
 
 
 def label(problem):
-    return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}"
+    options = "".join(f"-{name}" for name in ("left", "right", "softcap", "sinks") if getattr(problem, f"has_{name}"))
+    return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}{options}"
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)

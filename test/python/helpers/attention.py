@@ -20,7 +20,7 @@ WRAPPERS = {"decode": gqa_decode_wrapper, "prefill": gqa_prefill_wrapper}
 both_ops = {"argvalues": tuple(CLASSES), "ids": tuple(CLASSES)}
 # Elements by which the layout with gaps moves heads and tokens apart: 16 bytes.
 GAP = 8
-OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask")
+OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask", "sinks")
 
 
 class Config(NamedTuple):
@@ -102,8 +102,11 @@ class Inputs:
     cu_seqlens_k: torch.Tensor | None = None
     seqlens_k: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     causal: bool = False
     softmax_scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
 
     @property
     def optional(self) -> dict[str, torch.Tensor]:
@@ -113,7 +116,8 @@ class Inputs:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "softmax_scale": self.softmax_scale}
+        names = ("causal", "softmax_scale", "window", "softcap")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -334,7 +338,7 @@ def expected(x: Inputs, compute_dtype=torch.float64, out_dtype: torch.dtype | No
         k, lens_k = reference.unpack(k, x.cu_seqlens_k)
         v, _ = reference.unpack(v, x.cu_seqlens_k)
     out, lse = reference.attend(
-        q, k, v, lens_q=lens_q, lens_k=lens_k, mask=x.mask, **x.options, compute_dtype=compute_dtype, out_dtype=out_dtype
+        q, k, v, lens_q=lens_q, lens_k=lens_k, mask=x.mask, sinks=x.sinks, **x.options, compute_dtype=compute_dtype, out_dtype=out_dtype
     )  # fmt: skip
     return Results(out, lse)
 
@@ -350,17 +354,22 @@ def by_request(results: Results, x: Inputs) -> list[Results]:
 
 
 def check(results: Results, x: Inputs) -> None:
-    """Spec: each request by itself within the budget of its dtype, and queries that see nothing exactly 0 and -inf."""
+    """Spec: each request by itself within the budget of its dtype, and queries that see nothing exactly 0 and -inf, or the sink of their head."""
     oracle, eager = expected(x), expected(x, x.q.dtype, x.q.dtype)
     eager_lse = expected(x, torch.float32).lse
     for b, got in enumerate(by_request(results, x)):
         rows = got.out.shape[0]
         truth = oracle.out[b, :rows]
         budget.assert_within_budget(got.out, truth, eager.out[b, :rows], f"out of request {b}")
-        blind = oracle.lse[b, :, :rows].isneginf()
+        blind = _sees_nothing(x, b, rows)
         assert not got.out[blind.t()].any(), f"request {b}: queries that see nothing are not 0"
         if got.lse is not None:
             check_lse(got.lse, oracle.lse[b, :, :rows], eager_lse[b, :, :rows], lse_slack(x, b), f"lse of request {b}")
+
+
+def _sees_nothing(x: Inputs, b: int, rows: int) -> torch.Tensor:
+    """Which queries of request `b` see no key, ``(Hq, rows)``: those that have no lse without sinks."""
+    return expected(x.with_(sinks=None)).lse[b, :, :rows].isneginf()
 
 
 def check_lse(got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, slack: float, name: str) -> None:
@@ -379,7 +388,7 @@ def lse_slack(x: Inputs, b: int) -> float:
     """What scores may be off by because matrix instructions truncate the fp32 sums that eager code rounds.
 
     At most ``2**-23`` of the sum of magnitudes at each of the ``D / 8`` steps (an instruction adds eight products at a time), and four units
-    for the scale and the logarithm.
+    for the scale and the logarithm; with a softcap as much as its hyperbolic tangent is off.
     """
     d = x.q.shape[-1]
     scale = d**-0.5 if x.softmax_scale is None else abs(x.softmax_scale)
@@ -387,7 +396,12 @@ def lse_slack(x: Inputs, b: int) -> float:
         q, k = x.q[b], x.k[b]
     else:
         q, k = (t[cuts[b] : cuts[b + 1]] for t, cuts in ((x.q, x.cu_seqlens_q), (x.k, x.cu_seqlens_k)))
-    return score_slack(q, k, scale)
+    return score_slack(q, k, scale) + cap_slack(x.softcap)
+
+
+def cap_slack(softcap: float | None) -> float:
+    """What an error of ``2**-21`` in the tangent makes of a capped score."""
+    return (softcap or 0.0) * 2.0**-21
 
 
 def score_slack(q: torch.Tensor, k: torch.Tensor, scale: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from cuteforge import PagedGQADecode, PagedGQAPrefill, paged_gqa_decode_wrapper, paged_gqa_prefill_wrapper
 from cuteforge.gqa import reference
 from helpers import budget
-from helpers.attention import check_lse, score_slack
+from helpers.attention import cap_slack, check_lse, score_slack
 from helpers.canary import Canary
 from helpers.packs import offsets
 from helpers.paged_inputs import (
@@ -75,7 +75,7 @@ def expected(x: Inputs, compute_dtype=torch.float64) -> tuple[torch.Tensor, torc
     else:
         q, lens_q = reference.unpack(x.q, x.cu_seqlens_q)
     k, v = dense_kv(x)
-    options = {"mask": x.mask, "causal": x.causal, "softmax_scale": x.softmax_scale}
+    options = {"mask": x.mask, "sinks": x.sinks, **x.options}
     options |= {"compute_dtype": compute_dtype, "out_dtype": compute_dtype}
     out, lse = reference.attend(q, k, v, lens_q=lens_q, lens_k=x.lens, **options)
     if x.is_decode:
@@ -105,7 +105,8 @@ def check(results: Mapping[str, torch.Tensor], x: Inputs, requests: Sequence[int
     got_out, truth_out, eager_out = (_of_requests(t, x, requests) for t in (results["out"], truth[0], eager[0]))
     budget.assert_within_budget(got_out, truth_out, eager_out, "out")
     truth_lse, single_lse = (_lse_of_requests(t, x, requests) for t in (truth[1], single[1]))
-    empty = truth_lse.isneginf().transpose(-1, -2).reshape(got_out.shape[:-1])
+    blind_lse = _lse_of_requests(expected(x.with_(sinks=None))[1], x, requests)
+    empty = blind_lse.isneginf().transpose(-1, -2).reshape(got_out.shape[:-1])
     assert not got_out[empty].any(), "out: a row that sees no key is not 0"
     if "lse" in results:
         check_lse(_lse_of_requests(results["lse"], x, requests), truth_lse, single_lse, _lse_slack(x), "lse")
@@ -114,7 +115,7 @@ def check(results: Mapping[str, torch.Tensor], x: Inputs, requests: Sequence[int
 def _lse_slack(x: Inputs) -> float:
     """As for dense operands."""
     scale = x.q.shape[-1] ** -0.5 if x.softmax_scale is None else abs(x.softmax_scale)
-    return score_slack(x.q, dense_kv(x)[0], scale)
+    return score_slack(x.q, dense_kv(x)[0], scale) + cap_slack(x.softcap)
 
 
 def _of_requests(out: torch.Tensor, x: Inputs, requests: Sequence[int] | None) -> torch.Tensor:
@@ -189,7 +190,7 @@ def _whole_memory(tensor: torch.Tensor) -> torch.Tensor:
 def make_op(x: Inputs, outputs: Mapping[str, torch.Tensor], **config):
     """The op for `x`, not compiled."""
     kind = PagedGQADecode if x.is_decode else PagedGQAPrefill
-    return kind(*x.positional, outputs["out"], **x.optional, lse=outputs.get("lse"), causal=x.causal, **config)
+    return kind(*x.positional, outputs["out"], **x.optional, lse=outputs.get("lse"), **{**x.options, **config})
 
 
 def workspace_of(op, device) -> Canary | None:
@@ -232,8 +233,7 @@ def run(
 def call_wrapper(x: Inputs, **options):
     """The wrapper on `x`: a TupleDict of out and lse."""
     wrapper = paged_gqa_decode_wrapper if x.is_decode else paged_gqa_prefill_wrapper
-    flags = {"causal": x.causal, "softmax_scale": x.softmax_scale, "return_lse": True}
-    return wrapper(*x.positional, **x.optional, **{**flags, **options})
+    return wrapper(*x.positional, **x.optional, **{**x.options, "return_lse": True, **options})
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

@@ -119,8 +119,11 @@ class Inputs:
     new_k: torch.Tensor | None = None
     new_v: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     causal: bool = False
     softmax_scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
 
     def with_(self, **replaced) -> Inputs:
         return replace(self, **replaced)
@@ -142,8 +145,14 @@ class Inputs:
     @property
     def optional(self) -> dict[str, torch.Tensor]:
         """What is passed by keyword, where it is given."""
-        names = ("seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask")
+        names = ("seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask", "sinks")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What else is passed by keyword."""
+        names = ("causal", "softmax_scale", "window", "softcap")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lens(self) -> torch.Tensor:

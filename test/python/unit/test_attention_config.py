@@ -22,6 +22,7 @@ from cuteforge.gqa.config import (
     workspace_bytes,
 )
 from cuteforge.gqa.merge_config import MergeTraits
+from cuteforge.gqa.options import ScoreOptions, checked_softcap, checked_window
 from cuteforge.runtime.arch import CTA_RESERVE_BYTES, resolve_arch
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}
@@ -206,11 +207,38 @@ def test_traits_tell_apart_what_is_compiled():
     )
     changed = {
         "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "lengths": "seqlens", "causal": True,
-        "mask_rank": 2, "has_lse": True, "has_rows": True, "appends": True,
+        "mask_rank": 2, "has_lse": True, "has_rows": True, "appends": True, "has_left": True, "has_right": True, "has_softcap": True,
+        "has_sinks": True,
     }  # fmt: skip
     assert changed.keys() == vars(MODEL).keys()
     keys = {repr(base)} | {repr(select_decode(replace(MODEL, **{n: v}), 4, arch, True)) for n, v in changed.items()}
     assert len(keys) == 1 + len(changed)
+
+
+NO_FACTS = {"causal": False, "has_left": False, "has_right": False, "has_softcap": False}
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap", "facts"),
+    [
+        (False, None, None, {}),
+        (False, (None, None), 0, {}),
+        (True, None, None, {"causal": True}),
+        (False, (None, 0), None, {"causal": True}),
+        (True, (None, 5), None, {"causal": True}),
+        (True, [7, 5], 0.0, {"causal": True, "has_left": True}),
+        (False, (0, None), None, {"has_left": True}),
+        (False, (0, 1), 3, {"has_left": True, "has_right": True, "has_softcap": True}),
+    ],
+)
+def test_numbers_of_options_are_not_compiled_in(causal, window, softcap, facts):
+    """Which sides a window has is; no key after one's own is causality, however it is said."""
+    options = ScoreOptions(causal, checked_window(window), checked_softcap(softcap))
+    assert options.facts == {**NO_FACTS, **facts}
+
+
+def test_a_window_longer_than_any_request_is_a_32_bit_number():
+    assert checked_window((2**40, 2**31)) == (2**31 - 1, 2**31 - 1)
 
 
 def test_batch_and_rows_of_one_block_share_a_binary():

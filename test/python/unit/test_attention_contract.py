@@ -3,6 +3,7 @@
 import pickle
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from cuteforge.gqa import MergeState
 from cuteforge.gqa.api import MAX_DECODE_TOKENS
 from cuteforge.gqa.merge_api import signature_of as merge_signature_of
 from cuteforge.gqa.op import signature_of
+from cuteforge.runtime.arch import resolve_arch
 
 B, L, S, HQ, HK, D, T, TK, P, PS, R, C = 3, 2, 100, 8, 4, 64, 45, 90, 11, 16, 5, 7
 CLASSES = {
@@ -396,6 +398,107 @@ def test_any_finite_scale_is_taken(kind, scale):
     assert make(kind, softmax_scale=scale).check_support() is True
 
 
+BAD_WINDOWS = [
+    0,
+    5,
+    -1,
+    (1,),
+    (1, 2, 3),
+    (-1, 0),
+    (0, -1),
+    (1.0, None),
+    (True, None),
+    ("1", None),
+    "12",
+    torch.ones(2),
+    (torch.ones(()), 1),
+]
+
+
+@pytest.mark.parametrize("window", BAD_WINDOWS, ids=str)
+@each_attention
+def test_window_is_a_pair_of_limits(kind, window):
+    """-1, which means no limit elsewhere, too."""
+    with pytest.raises(
+        ContractError, match=r"^window: wanted None or \(left, right\), each None or an int of 0 or more, got "
+    ):
+        make(kind, window=window)
+
+
+@pytest.mark.parametrize("window", [None, (None, None), (0, 0), [5, None], (None, 2**40), (np.int64(3), 1)], ids=str)
+@each_attention
+def test_any_window_is_taken(kind, window):
+    assert make(kind, window=window).check_support() is True
+    assert make(kind, window=window, causal=True).check_support() is True
+
+
+@pytest.mark.parametrize("softcap", [float("nan"), float("inf"), -1.0, "1", [1.0], torch.ones(1)], ids=str)
+@each_attention
+def test_softcap_is_a_positive_number_or_none(kind, softcap):
+    with pytest.raises(ContractError, match=r"^softcap: wanted None or a finite number of 0 or more, got "):
+        make(kind, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 0, 0.0, 30, 0.5])
+@each_attention
+def test_any_softcap_is_taken(kind, softcap):
+    assert make(kind, softcap=softcap).check_support() is True
+
+
+BAD_SINKS = {
+    "rounded": bf16(HQ),
+    "of KV heads": fp32(HK),
+    "two dims": fp32(1, HQ),
+    "by request": fp32(B, HQ),
+    "strided": fp32(HQ, stride=(2,)),
+    "on the CPU": TensorSpec((HQ,), "float32", device="cpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SINKS)
+@each_attention
+def test_sinks_are_one_fp32_for_each_query_head(kind, case):
+    assert make(kind, {**samples(kind), "sinks": fp32(HQ)}).check_support() is True
+    refuses(kind, "sinks", sinks=BAD_SINKS[case])
+
+
+def keys_of(kind, **config):
+    arch = resolve_arch("sm_90a", None)
+    op = make(kind, **config)
+    return op._kernel_key(op.dims, arch)
+
+
+@each_attention
+def test_numbers_of_options_share_a_binary(kind):
+    """And without any of them the binary is the one it is without this choice."""
+    plain = keys_of(kind)
+    assert keys_of(kind, window=(None, None), softcap=0) == keys_of(kind, window=None, softcap=None) == plain
+    assert keys_of(kind, window=(5, 7), softcap=3) == keys_of(kind, window=(0, 100), softcap=0.5) != plain
+    assert keys_of(kind, window=(None, 0)) == keys_of(kind, causal=True) == keys_of(kind, causal=True, window=(None, 9))
+
+
+def test_one_query_token_has_no_key_after_it():
+    """Causality and a right side change nothing, a left side does."""
+    assert keys_of("single", window=(None, 3)) == keys_of("single", causal=True) == keys_of("single")
+    assert keys_of("single", window=(3, 3)) == keys_of("single", window=(3, 0)) != keys_of("single")
+
+
+@pytest.mark.parametrize(
+    ("config", "scalars"),
+    [
+        ({}, (None, None, None)),
+        ({"window": (5, 7)}, (5, 7, None)),
+        ({"window": (5, 7), "causal": True, "softcap": 30}, (5, None, 30.0)),
+        ({"window": (0, 0)}, (0, None, None)),
+    ],
+)
+def test_numbers_of_options_are_scalars_of_the_launch(config, scalars):
+    """None where nothing was compiled in that would read them."""
+    for kind in ("prefill", "decode"):
+        assert make(kind, **config)._scalars(resolve_arch("sm_90a", None))[2:] == scalars
+    assert make("single", window=(5, 7))._scalars(resolve_arch("sm_90a", None))[2:] == (5, None, None)
+
+
 @pytest.mark.parametrize("num_splits", [0, -1, 1.5, "2", True, torch.ones(1)])
 @each_decode
 def test_num_splits_is_a_positive_integer(kind, num_splits):
@@ -516,6 +619,15 @@ def test_wrappers_refuse_what_is_no_tensor_of_heads_by_name(kind, junk):
         if name in ("q", "k", "v", "k_cache", "v_cache"):
             with pytest.raises(ContractError, match=rf"^{name}\b"):
                 WRAPPERS[kind](**{**cpu(kind), name: junk})
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", 5), ("window", (-1, 0)), ("softcap", -1.0), ("softcap", [1])], ids=str
+)
+def test_wrappers_refuse_options_by_name(kind, name, value):
+    with pytest.raises(ContractError, match=rf"^{name}: wanted None or "):
+        WRAPPERS[kind](**cpu(kind), **{name: value})
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

@@ -29,7 +29,14 @@ def mask_at(mask, b, h, i, j):
     return all(at < n for at, n in zip(index, mask.shape)) and bool(mask[tuple(index)])
 
 
-def naive(q, k, v, lens_q, lens_k, mask, causal, scale):
+def sees(position, j, causal, window):
+    """Whether a query at a position has key j in its window."""
+    left, right = window or (None, None)
+    right = right if not causal else 0 if right is None else min(right, 0)
+    return (left is None or j >= position - left) and (right is None or j <= position + right)
+
+
+def naive(q, k, v, lens_q, lens_k, mask, causal, scale, window=None, softcap=None, sinks=None):
     """The contract, one query at a time in Python floats."""
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -37,15 +44,21 @@ def naive(q, k, v, lens_q, lens_k, mask, causal, scale):
     for b in range(batch):
         for i in range(lens_q[b]):
             for h in range(heads):
-                seen = [j for j in range(lens_k[b]) if not causal or j <= i + lens_k[b] - lens_q[b]]
+                seen = [j for j in range(lens_k[b]) if sees(i + lens_k[b] - lens_q[b], j, causal, window)]
                 seen = [j for j in seen if mask is None or mask_at(mask, b, h, i, j)]
-                if not seen:
-                    continue
                 scores = [scale * float(q[b, i, h] @ k[b, j, h // group]) for j in seen]
-                top = max(scores)
+                if softcap:
+                    scores = [softcap * math.tanh(s / softcap) for s in scores]
+                others = [] if sinks is None else [float(sinks[h])]
+                top = max([*scores, *others], default=-INF)
+                if top == -INF:
+                    continue
                 weights = [math.exp(s - top) for s in scores]
-                lse[b, h, i] = top + math.log(sum(weights))
-                out[b, i, h] = sum(w * v[b, j, h // group] for w, j in zip(weights, seen)) / sum(weights)
+                total = sum(weights) + sum(math.exp(s - top) for s in others)
+                lse[b, h, i] = top + math.log(total)
+                out[b, i, h] = (
+                    sum((w * v[b, j, h // group] for w, j in zip(weights, seen)), 0 * v[b, 0, 0]) / total if seen else 0
+                )
     return out, lse
 
 
@@ -98,6 +111,63 @@ def test_equals_a_plain_loop(sizes, dv, mask, causal, scale, seed):
     got = reference.attend(q, k, v, lens_q=lens_q, lens_k=lens_k, mask=given_mask, causal=causal, softmax_scale=scale)
     plain = 8**-0.5 if scale is None else scale
     close(got, naive(q, k, v, lens_q.tolist(), lens_k.tolist(), given_mask, causal, plain))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 6), st.integers(1, 2), st.integers(1, 3)),
+    window=st.sampled_from([None, (None, None), (0, None), (2, None), (None, 1), (1, 0), (0, 0), (2, 1), (99, 99)]),
+    softcap=st.sampled_from([None, 0, 0.5, 30.0]),
+    sinks=st.sampled_from(["none", "normal", "no_sink", "large"]),
+    mask=st.sampled_from(["none", "by_head"]),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_options_equal_a_plain_loop(sizes, window, softcap, sinks, mask, causal, seed):
+    """Windows on either side, caps, sinks of -inf and such as outweigh all keys, each with the others, with masks and lengths."""
+    batch, length, size, kv_heads, group = sizes
+    q, k, v = draw(batch, length, size, kv_heads, group, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    lens_q, lens_k = (torch.randint(n + 1, (batch,), generator=generator) for n in (length, size))
+    given_mask = draw_mask(mask, batch, kv_heads * group, length, size, seed)
+    values = normal(kv_heads * group, seed=seed)
+    values = {"none": None, "normal": values, "no_sink": torch.full_like(values, -INF), "large": values + 40}[sinks]
+    options = {"window": window, "softcap": softcap, "sinks": values}
+    got = reference.attend(q, k, v, lens_q=lens_q, lens_k=lens_k, mask=given_mask, causal=causal, **options)
+    want = naive(q, k, v, lens_q.tolist(), lens_k.tolist(), given_mask, causal, 8**-0.5, **options)
+    for b, n in enumerate(lens_q.tolist()):
+        close([got[0][b, :n], got[1][b, :, :n]], [want[0][b, :n], want[1][b, :, :n]])
+
+
+def test_window_by_hand():
+    """Two queries at keys 3 and 4 of five: one before and none after; with causality a right side counts as none."""
+    zeros, values = torch.zeros(1, 5, 1, 8, dtype=FP64), torch.arange(5.0, dtype=FP64).view(1, 5, 1, 1)
+    for window, causal in (((1, 0), False), ((1, None), True), ((1, 3), True)):
+        out, lse = reference.attend(zeros[:, :2], zeros, values, window=window, causal=causal)
+        assert out.flatten().tolist() == [2.5, 3.5]
+        torch.testing.assert_close(lse.flatten(), torch.full((2,), 2.0, dtype=FP64).log())
+    out, _ = reference.attend(zeros[:, :2], zeros, values, window=(None, 0))
+    assert torch.equal(out, reference.attend(zeros[:, :2], zeros, values, causal=True)[0])
+
+
+def test_sink_by_hand():
+    """Equal scores of 0 and a sink of ln 2: a weight of 2 beside one for each key, and no value. Without a key it is all there is."""
+    zeros, values = torch.zeros(1, 2, 1, 8, dtype=FP64), torch.ones(1, 2, 1, 1, dtype=FP64)
+    sinks = torch.tensor([math.log(2)], dtype=FP64)
+    out, lse = reference.attend(zeros[:, :1], zeros, values, sinks=sinks)
+    torch.testing.assert_close(out.item(), 0.5)
+    torch.testing.assert_close(lse.item(), math.log(4))
+    for lens_k in (torch.tensor([0]), None):
+        mask = None if lens_k is not None else torch.zeros(1, 2, dtype=torch.bool)
+        out, lse = reference.attend(zeros, zeros, values, lens_k=lens_k, mask=mask, sinks=sinks)
+        assert not out.any() and torch.equal(lse, sinks.expand(1, 1, 2))
+
+
+def test_softcap_bounds_the_scores():
+    q, k, v = draw(2, 3, 9, 2, 2)
+    _, lse = reference.attend(100 * q, k, v, softcap=2.0)
+    assert (lse <= 2 + math.log(9)).all() and (lse >= -2 + math.log(9)).all()
+    close(reference.attend(q, k, v, softcap=1e6), naive(q, k, v, [3, 3], [9, 9], None, False, 8**-0.5, softcap=1e6))
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "all_heads", "by_head"])
@@ -166,9 +236,12 @@ def test_runs_of_queries_change_nothing(monkeypatch):
     q, k, v = draw(2, 11, 9, 1, 2)
     mask = draw_mask("by_head", 2, 2, 11, 9)
     want = reference.attend(q, k, v, mask=mask, causal=True)
+    options = {"window": (2, 3), "softcap": 1.0, "sinks": normal(2)}
+    want_of_options = reference.attend(q, k, v, **options)
     for limit in (1, 2 * 9 * 3):
         monkeypatch.setattr(reference, "_MAX_SCORES", limit)
         close(reference.attend(q, k, v, mask=mask, causal=True), want)
+        close(reference.attend(q, k, v, **options), want_of_options)
 
 
 @pytest.mark.parametrize("lens", [[3, 0, 1, 4], [0, 0], [5], []])

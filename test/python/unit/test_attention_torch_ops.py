@@ -34,6 +34,7 @@ MERGE = OPS.merge_state.default
 SMALL = attn.Config(16, 16, attn.BF16, 2, "small enough to compile for")
 LATENT = attn.Config(192, 128, attn.FP16, 3, "values narrower than keys")
 CONFIG = {"softmax_scale": None, "causal": False, "num_splits": None}
+OPTIONS = {"window": (3, 1), "softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}
 
 
 class Case(NamedTuple):
@@ -52,6 +53,8 @@ class Case(NamedTuple):
 
 def arguments_of(op, given: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in op._schema.arguments]
+    given = dict(given)
+    given["window_left"], given["window_right"] = given.pop("window", None) or (None, None)
     assert given.keys() <= {*names, "num_splits"}
     return {name: given.get(name, CONFIG.get(name)) for name in names}
 
@@ -68,7 +71,7 @@ def paged_case(x: paged.Inputs) -> Case:
     op = OPS.paged_gqa_decode if x.new_k is None else OPS.paged_gqa_decode_append
     op = (op if x.is_decode else OPS.paged_gqa_prefill).default
     names = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q")
-    given = {**dict(zip(names, x.positional)), **x.optional, "causal": x.causal, "softmax_scale": x.softmax_scale}
+    given = {**dict(zip(names, x.positional)), **x.optional, **x.options}
     expected = x.with_(k_cache=x.k_cache.clone(), v_cache=x.v_cache.clone())  # an op that appends writes those of x
 
     def check(got) -> None:
@@ -93,6 +96,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "prefill": lambda: dense_case("prefill", attn.draw(SMALL, 2, 20, 33, device="cpu", flags=attn.FLAGS[2])),
     "packed": lambda: dense_case("prefill", packed()),
     "packed_full": lambda: dense_case("prefill", packed(causal=False)),
+    "decode_options": lambda: dense_case("decode", attn.draw(SMALL, 3, 2, 40, device="cpu", **OPTIONS)),
+    "packed_options": lambda: dense_case("prefill", packed(**OPTIONS, mask=torch.ones(3, 21, dtype=torch.bool))),
+    "paged_options": lambda: paged_case(
+        paged.small("prefill", "cpu").with_(**{**OPTIONS, "sinks": torch.linspace(-1, 2, 8)})
+    ),
     **{f"paged_{kind}": lambda kind=kind: paged_case(paged.small(kind, "cpu")) for kind in paged.KINDS},
     "paged_one_token": lambda: paged_case(paged.draw(paged.MAIN, paged.edges(16), "cpu")),
     "paged_tokens": lambda: paged_case(paged.draw(paged.CAUSAL, paged.Batch((5, 9), 1, 3, place="flat"), "cpu")),

@@ -92,8 +92,11 @@ def select_warpgroups(problem: Problem, arch: Arch) -> WarpgroupTraits | None:
 
 
 def _tile(problem: Problem) -> Tile:
-    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 232, or 128 of 160."""
-    if max(problem.head_dim, problem.v_dim) <= 64:
+    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 232, or 128 of 160.
+
+    160 are not enough for both a cap and a window.
+    """
+    if max(problem.head_dim, problem.v_dim) <= 64 and not (problem.has_softcap and problem.has_left):
         return Tile(1, WARPGROUP * 3, 1, 128, 2, 1)
     wide = max(problem.head_dim, problem.v_dim) > 192 or problem.v_dim > 128
     return Tile(1, WARPGROUP * 2, 1, 80 if wide else 128, 2, 1)

@@ -10,7 +10,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.math import LOG2_E, select
 from cuteforge.device.mma_sm90 import see_copies, wait_groups
 from cuteforge.device.panels import ROW_BYTES
 from cuteforge.device.softmax import HALVES, OnlineSoftmax
@@ -24,6 +23,7 @@ from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, ROWS, WARPGROUP, Warp
 from cuteforge.gqa.prefill_sm90a.loads import Loads
 from cuteforge.gqa.prefill_sm90a.products import Products, Turns, flat, fragments, keep, take_sign
 from cuteforge.gqa.result import Results
+from cuteforge.gqa.scores import ScoreCap, score_factor
 from cuteforge.gqa.work import Counts, Operands, Unit
 from cuteforge.runtime.compile_cache import Build
 
@@ -34,13 +34,13 @@ class PrefillSm90a(Entry):
 
     @cute.jit
     def launch(
-        self, tensors: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
+        self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
         tma = None
         if cutlass.const_expr(self.traits.by_tma):
             infos = [describe_rows(m, self.traits.tile.tile_n) for m in (counts.ops.mK, counts.ops.mV)]
             tma = tuple((info.atom, info.tma_tensor) for info in infos)
-        self.kernel(tensors, tma, counts.divisors(), scale).launch(
+        self.kernel(given, tma, counts.divisors(), scale).launch(
             grid=(cutlass.min(counts.units, max_ctas), 1, 1),
             block=(WARP * (COPY_WARPS + self.traits.tile.row_warps), 1, 1),
             min_blocks_per_mp=1,
@@ -49,14 +49,14 @@ class PrefillSm90a(Entry):
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, tma: tuple | None, by: tuple, scale: Float32):
+    def kernel(self, given: tuple, tma: tuple | None, by: tuple, scale: Float32):
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
         buffers = Buffers(self.traits)
         if tidx == 0:
             buffers.init()
         cute.arch.sync_threads()
-        counts = Counts(self.traits, Operands(*tensors), by)
+        counts = Counts(self.traits, Operands(*given), by)
         multiplying, copying = self.traits.registers
         if warp < COPY_WARPS:
             cute.arch.setmaxregister_decrease(copying)
@@ -108,18 +108,17 @@ class PrefillSm90a(Entry):
         first_row = unit.first_row + warp * ROW_BLOCK
         rows = [[first_row + half * 8 + lane // 4 for half in range(HALVES)]]
         queries = self._queries(buffers, query_stage, warp)
-        factor = select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E)
-        softmax = OnlineSoftmax(1, Float32(factor), True)
-        mask = ScoreMask(unit, rows, lane)
-        count = unit.num_tiles()
+        softmax = OnlineSoftmax(1, score_factor(scale, unit.ops.softcap), True)
+        mask, cap = ScoreMask(unit, rows, lane), ScoreCap(scale, unit.ops.softcap)
+        first, end = unit.tiles()
         rO.fill(0.0)
         keep(rS, wait_groups(0, flat(rS))[0])
-        self._weigh(Int32(0), buffers, softmax, mask, rS, stage, scale, lane)
+        self._weigh(first, buffers, softmax, mask, cap, rS, stage, scale, lane)
         products.round_weights(rS, rP)
-        self._wait_for_keys(buffers, stage, parity, count > 1)
-        for i in cutlass.range(1, count, unroll=1):
+        self._wait_for_keys(buffers, stage, parity, end - first > 1)
+        for i in cutlass.range(first + 1, end, unroll=1):
             stage, parity = self._attend_tile(
-                i, count, queries, buffers, products, softmax, mask, rS, rP, rO, stage, parity, scale, lane
+                i, end, queries, buffers, products, softmax, mask, cap, rS, rP, rO, stage, parity, scale, lane
             )
         buffers.queries.release(query_stage, lane)
         after = (*buffers.queries.next(query_stage, query_parity), *buffers.tokens[KEYS].next(stage, parity))
@@ -128,10 +127,13 @@ class PrefillSm90a(Entry):
 
     @cute.jit
     def _attend_tile(
-        self, i: Int32, count: Int32, queries: Int32, buffers: Buffers, products: Products, softmax: OnlineSoftmax, mask: ScoreMask,
-        rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, stage: Int32, parity: Int32, scale: Float32, lane: Int32,
+        self, i: Int32, end: Int32, queries: Int32, buffers: Buffers, products: Products, softmax: OnlineSoftmax, mask: ScoreMask,
+        cap: ScoreCap, rS: cute.Tensor, rP: cute.Tensor, rO: cute.Tensor, stage: Int32, parity: Int32, scale: Float32, lane: Int32,
     ):  # fmt: skip
-        """The scores and weights of tile `i` of `count`, beside the values of the tile before. Returns the stage and parity of tile `i`."""
+        """The scores and weights of tile `i`, beside the values of the tile before. Returns the stage and parity of tile `i`.
+
+        Tiles go up to `end`.
+        """
         keys, values = buffers.tokens
         ahead, ahead_parity = keys.next(stage, parity)
         self._see_rows()
@@ -141,8 +143,8 @@ class PrefillSm90a(Entry):
         self._see_rows()
         products.values(rP, values.address(stage), rO, ends_turn=True)
         keep(rS, wait_groups(1, flat(rS))[0])
-        rScale, grew = self._weigh(i, buffers, softmax, mask, rS, ahead, scale, lane)
-        self._wait_for_keys(buffers, ahead, ahead_parity, (i + 1 < count) & softmax.is_added_up())
+        rScale, grew = self._weigh(i, buffers, softmax, mask, cap, rS, ahead, scale, lane)
+        self._wait_for_keys(buffers, ahead, ahead_parity, (i + 1 < end) & softmax.is_added_up())
         # The weights are found while the values of the tile before are added up; until then that reads the old ones, so the new ones are
         # rounded afterwards.
         sums, weights = wait_groups(0, flat(rO), flat(rS))
@@ -155,11 +157,13 @@ class PrefillSm90a(Entry):
 
     @cute.jit
     def _weigh(
-        self, tile: Int32, buffers: Buffers, softmax: OnlineSoftmax, mask: ScoreMask, rS: cute.Tensor, stage: Int32, scale: Float32, lane: Int32
+        self, tile: Int32, buffers: Buffers, softmax: OnlineSoftmax, mask: ScoreMask, cap: ScoreCap, rS: cute.Tensor, stage: Int32,
+        scale: Float32, lane: Int32,
     ):  # fmt: skip
         """Turn the scores of a tile, whose keys were in a stage, into weights; as `OnlineSoftmax.weigh`."""
         buffers.tokens[KEYS].release(stage, lane)
         take_sign(rS, scale)
+        cap.apply(rS)
         mask.apply(rS, tile)
         return softmax.weigh(rS)
 

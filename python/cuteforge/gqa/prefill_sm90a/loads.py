@@ -48,7 +48,8 @@ class Loads(TraceConstant):
         while index < counts.units:
             unit = Unit.of_block(counts, index, self.lane)
             place = (unit.head, unit.batch) if cutlass.const_expr(len(counts.ops.mK.shape) == 4) else (unit.head,)
-            for tile in cutlass.range(unit.num_tiles(), unroll=1):
+            first, end = unit.tiles()
+            for tile in cutlass.range(first, end, unroll=1):
                 token = tile * tile_n
                 for which in cutlass.range_constexpr(len(copies)):
                     stages = self.buffers.tokens[which]
@@ -66,7 +67,8 @@ class Loads(TraceConstant):
         index, step, step_after = first_unit()
         while index < self.counts.units:
             unit = Unit.of_block(self.counts, index, self.lane)
-            stage, parity = self._copy_queries_of(unit, unit.num_tiles(), copier, stage, parity)
+            first, end = unit.tiles()
+            stage, parity = self._copy_queries_of(unit, end - first, copier, stage, parity)
             index, step, step_after = index + step, step_after, step
         self._tell_end(copier, stage, parity)
 
@@ -79,11 +81,13 @@ class Loads(TraceConstant):
         index, step, step_after = first_unit()
         while index < self.counts.units:
             unit = Unit.of_block(self.counts, index, self.lane)
-            count = unit.num_tiles()
-            query_stage, query_parity = self._copy_queries_of(unit, count, query_copier, query_stage, query_parity)
+            first, end = unit.tiles()
+            query_stage, query_parity = self._copy_queries_of(
+                unit, end - first, query_copier, query_stage, query_parity
+            )
             source = unit.source()
-            found = copier.look_up(source, Int32(0), tile_n, unit.k_len)
-            for tile in cutlass.range(count, unroll=1):
+            found = copier.look_up(source, first * tile_n, tile_n, unit.k_len)
+            for tile in cutlass.range(first, end, unroll=1):
                 after = copier.look_up(source, (tile + 1) * tile_n, tile_n, unit.k_len)
                 for which in cutlass.range_constexpr(len(tokens)):
                     tokens[which].wait_free(stage, parity)

@@ -1,0 +1,29 @@
+"""How scores, the products of queries and keys, become what the softmax takes: times a positive factor, and capped where the op has a cap."""
+
+import cutlass
+from cutlass import Float32, cute
+
+from cuteforge.device.math import LOG2_E, select, tanh_scaled
+from cuteforge.device.traced import TraceConstant
+
+
+def score_factor(scale, softcap) -> Float32:
+    """What the softmax takes scores times, so that exp becomes exp2; of capped ones, which are between -1 and 1."""
+    if softcap is not None:
+        return softcap * LOG2_E
+    return Float32(select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E))
+
+
+class ScoreCap(TraceConstant):
+    """Turns scores, which have the sign of the scale already, into ``tanh(|scale| * score / softcap)``; without a softcap it leaves them alone."""
+
+    def __init__(self, scale, softcap):
+        self.scale = None if softcap is None else cutlass.max(scale, -scale) * (2 * LOG2_E) / softcap
+
+    @cute.jit
+    def apply(self, rS: cute.Tensor):
+        if cutlass.const_expr(self.scale is not None):
+            for block in cutlass.range_constexpr(rS.shape[0]):
+                for n in cutlass.range_constexpr(rS.shape[1]):
+                    for e in cutlass.range_constexpr(4):
+                        rS[block, n, e] = tanh_scaled(rS[block, n, e], self.scale)

@@ -38,8 +38,8 @@ def tiled(problem: Dense, change: Callable, waves: int = 1, arch: str | None = N
             return change(super()._traits(dims, arch))
 
         def _scalars(self, arch):
-            ctas, splits = super()._scalars(arch)
-            return ctas * waves, splits
+            ctas, *others = super()._scalars(arch)
+            return ctas * waves, *others
 
     operands = (*problem.inputs, problem.out)
     op = Tiled(*operands, **problem.config, **config).compile(arch)

@@ -1,16 +1,16 @@
 """Tiles of keys and values on their way through shared memory: a ring of stages that one group of warps fills and reads.
 
-Rows are padded to an odd number of 16-byte chunks, so that the eight rows of an 8x8 matrix lie in different banks and every address within a tile is
-a lane's own plus a constant.
+A lane copies the same chunk of rows a constant distance apart: its place in the first one is computed once, and the others are a few bits away.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import cp_async
+from cuteforge.device.copy import cp_async, smem_words
 from cuteforge.device.kv_source import NOWHERE, shuffle_address
 from cuteforge.device.math import select
-from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS, WARP, RingShape
+from cuteforge.device.ring_shape import WARP, RingShape
+from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
 
@@ -22,29 +22,31 @@ class KVRing(TraceConstant):
         base: shared-memory byte address.
         warp, lane: place within the group.
         source: of one head of one request; its tokens before `end` exist.
-        policy: an L2 policy for the copies, or None.
+        hint: for the copies, or None.
     """
 
-    def __init__(self, shape: RingShape, base, warp, lane, source, end, policy=None):
+    def __init__(self, shape: RingShape, base, warp, lane, source, end, hint=None):
         self.shape, self.base, self.warp, self.lane = shape, base, warp, lane
-        self.source, self.end, self.policy = source, end, policy
+        self.source, self.end, self.hint = source, end, hint
         self.row = warp * shape.rows_per_warp + lane // shape.lanes_per_row
         self.chunk = lane % shape.lanes_per_row
+        self.k_place, self.v_place = (rows.offset(self.row, self.chunk) for rows in (shape.k_rows, shape.v_rows))
 
     @cute.jit
     def clear_pads(self):
         """Zero the key columns past the head dim: they meet zeros of the query, and a NaN there would count."""
         shape = self.shape
         if cutlass.const_expr(shape.head_dim % 16 != 0):
-            first = self.base + shape.head_dim * 2
             for i in cutlass.range(
                 self.warp * WARP + self.lane, shape.num_stages * shape.tile_n, shape.num_warps * WARP
             ):
-                offset = i // shape.tile_n * shape.stage_bytes + i % shape.tile_n * shape.k_pitch_bytes
-                for word in cutlass.range_constexpr(4):
-                    cute.arch.inline_ptx(
-                        "st.shared.b32 [{$r0}], {$r1};", read_only_args=[first + offset + 4 * word, Int32(0)]
-                    )
+                stage = self.base + i // shape.tile_n * shape.stage_bytes
+                pad = smem_words(stage + shape.k_rows.offset(i % shape.tile_n, shape.head_dim // CHUNK_ELEMS), 4)
+                pad.fill(0)
+
+    def stage_of(self, turn: Int32) -> Int32:
+        """Where the tile of a turn goes: worked out, for a counter of its own would be a register more."""
+        return Int32(Uint32(turn) % self.shape.num_stages)
 
     @cute.jit
     def lookup(self, tile: Int32):
@@ -84,23 +86,24 @@ class KVRing(TraceConstant):
             token = tile * shape.tile_n + row
             addresses = self.source.addresses(token)
             wanted = token < self.end
-        target = stage_address + self.chunk * CHUNK_BYTES
+        further = turn * shape.rows_per_round
         if cutlass.const_expr(shape.tile_n % shape.rows_per_round == 0):
-            self._copy_row(target, row, addresses, wanted)
+            self._copy_row(stage_address, further, addresses, wanted)
         elif row < shape.tile_n:
-            self._copy_row(target, row, addresses, wanted)
+            self._copy_row(stage_address, further, addresses, wanted)
 
     @cute.jit
-    def _copy_row(self, target, row, addresses, wanted):
+    def _copy_row(self, stage_address, further, addresses, wanted):
+        """Copy this lane's chunks of the row `further` than its first."""
         shape = self.shape
-        k_target = target + row * shape.k_pitch_bytes
-        v_target = target + row * shape.v_pitch_bytes + shape.v_offset_bytes
-        for start, address, dim in ((k_target, addresses[0], shape.head_dim), (v_target, addresses[1], shape.v_dim)):
-            chunks = dim // CHUNK_ELEMS
+        k_target = shape.k_rows.down(stage_address + self.k_place, further)
+        v_target = shape.v_rows.down(stage_address + shape.v_offset_bytes + self.v_place, further)
+        for rows, target, address in ((shape.k_rows, k_target, addresses[0]), (shape.v_rows, v_target, addresses[1])):
+            chunks = rows.cols // CHUNK_ELEMS
             source = address + Int64(self.chunk * CHUNK_BYTES)
             for first in cutlass.range_constexpr(0, chunks, shape.lanes_per_row):
-                offset = first * CHUNK_BYTES
+                place = rows.along(target, first)
                 if cutlass.const_expr(first + shape.lanes_per_row <= chunks):
-                    cp_async(start + offset, source + offset, CHUNK_BYTES, wanted, self.policy)
+                    cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)
                 elif self.chunk < chunks - first:
-                    cp_async(start + offset, source + offset, CHUNK_BYTES, wanted, self.policy)
+                    cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from cuteforge.device.copy import gmem_run, row_address
-from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS
+from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
 NOWHERE = 0  # the address of a token that does not exist

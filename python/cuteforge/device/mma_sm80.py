@@ -6,7 +6,9 @@ order (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1); of a 16x16 left operand the sa
 """
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Uint32, cute
+
+from cuteforge.device.swizzled_rows import SwizzledRows
 
 _PTX_TYPES = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}
 _ONES = {cutlass.BFloat16: 0x3F803F80, cutlass.Float16: 0x3C003C00}
@@ -67,11 +69,11 @@ def left_operand(dtype, first, second) -> tuple:
 
 
 class OperandLanes:
-    """Where a lane points `ldmatrix_x4` to, for a 16x16 block of a row-major matrix in shared memory with a pitch of `pitch_bytes`."""
+    """Where a lane points `ldmatrix_x4` to, for the first 16x16 block of rows in shared memory. Those of further columns are `along` it."""
 
-    def __init__(self, lane, pitch_bytes: int):
+    def __init__(self, lane, rows: SwizzledRows):
         matrix, row = lane // 8, lane % 8
         # the block's rows are columns of the product (keys): matrices (0, k), (0, k+8), (8, k), (8, k+8)
-        self.rows_as_columns = ((matrix // 2) * 8 + row) * Int32(pitch_bytes) + (matrix % 2) * 16
+        self.rows_as_columns = rows.offset((matrix // 2) * 8 + row, matrix % 2)
         # the block's rows are summed over (values): matrices (0, n), (8, n), (0, n+8), (8, n+8), each transposed
-        self.rows_summed = ((matrix % 2) * 8 + row) * Int32(pitch_bytes) + (matrix // 2) * 16
+        self.rows_summed = rows.offset((matrix % 2) * 8 + row, matrix // 2)

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from cuteforge.device.swizzled_rows import CHUNK_ELEMS, SwizzledRows
+
 WARP = 32
-CHUNK_BYTES = 16
-CHUNK_ELEMS = 8
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,21 @@ class RingShape:
     num_warps: int
 
     @property
-    def k_pitch_bytes(self) -> int:
-        return (2 * -(-self.head_dim // 16) + 1) * CHUNK_BYTES
+    def k_rows(self) -> SwizzledRows:
+        return SwizzledRows(self.head_dim)
 
     @property
-    def v_pitch_bytes(self) -> int:
-        return (2 * -(-self.v_dim // 16) + 1) * CHUNK_BYTES
+    def v_rows(self) -> SwizzledRows:
+        return SwizzledRows(self.v_dim)
 
     @property
     def v_offset_bytes(self) -> int:
         """Where the values of a stage start."""
-        return self.tile_n * self.k_pitch_bytes
+        return self.tile_n * self.k_rows.pitch_bytes
 
     @property
     def stage_bytes(self) -> int:
-        return self.tile_n * (self.k_pitch_bytes + self.v_pitch_bytes)
+        return self.tile_n * (self.k_rows.pitch_bytes + self.v_rows.pitch_bytes)
 
     @property
     def bytes(self) -> int:

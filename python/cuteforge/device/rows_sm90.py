@@ -9,7 +9,8 @@ from cuteforge.device.copy import cp_async
 from cuteforge.device.kv_source import NOWHERE, shuffle_address
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm90 import swizzled_offset
-from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS, WARP
+from cuteforge.device.ring_shape import WARP
+from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
 

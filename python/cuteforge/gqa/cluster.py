@@ -16,8 +16,9 @@ COLS = 4
 class ClusterPart(TraceConstant):
     """What a CTA leaves of its unit, in its own shared memory: fp32 rows, after them their log-sum-exps."""
 
-    def __init__(self, unit: Unit, address, rank):
-        self.traits, self.unit, self.address, self.rank = unit.traits, unit, address, rank
+    def __init__(self, unit: Unit, address, rank, size):
+        self.traits, self.unit, self.address = unit.traits, unit, address
+        self.rank, self.size = rank, size
         self.pitch_bytes = self.traits.join_pitch * 4
         self.lse_offset = self.traits.tile.tile_m * self.pitch_bytes
 
@@ -29,10 +30,6 @@ class ClusterPart(TraceConstant):
     def store_lse(self, row, lse) -> None:
         smem_floats(self.address + self.lse_offset + (row - self.unit.first_row) * 4, 1)[0] = lse
 
-    def sink(self, row) -> None:
-        """Nothing joins the sums of a part."""
-        return None
-
     @cute.jit
     def join(self, thread: Int32):
         """All CTAs of the cluster together: four columns of a row a thread, spread over the CTAs."""
@@ -40,10 +37,13 @@ class ClusterPart(TraceConstant):
         tile, v_dim = self.traits.tile, self.traits.problem.v_dim
         threads, runs = WARP * tile.num_warps, v_dim // COLS
         rows = cutlass.min(self.unit.num_rows - self.unit.first_row, tile.tile_m)
-        for i in cutlass.range(self.rank * threads + thread, rows * runs, self.traits.cluster * threads, unroll=1):
+        for i in cutlass.range(self.rank * threads + thread, rows * runs, self.size * threads, unroll=1):
             row, col = i // runs, i % runs * COLS
-            parts = [peer_address(self.address, rank) for rank in range(self.traits.cluster)]
+            # all at once, for a load takes long: of a smaller cluster the last part again, with the weight 0
+            peers = range(self.traits.cluster)
+            parts = [peer_address(self.address, cutlass.min(Int32(peer), self.size - 1)) for peer in peers]
             lses = [load_peer(part + (self.lse_offset + row * 4), 1)[0] for part in parts]
+            lses = [Float32(select(peer < self.size, lse, Float32(NEG_INF))) for peer, lse in zip(peers, lses)]
             values = [load_peer(part + (row * self.pitch_bytes + col * 4), COLS) for part in parts]
             if cutlass.const_expr(self.traits.problem.has_sinks):
                 # one more part, of zeros
@@ -84,10 +84,10 @@ def sync_cluster() -> None:
     cute.arch.cluster_wait()
 
 
-def peer_address(address, rank: int):
+def peer_address(address, rank):
     """The address that `address` of this CTA's shared memory has in that of another CTA of the cluster."""
     return cute.arch.inline_ptx(
-        f"mapa.shared::cluster.u32 {{$w0}}, {{$r0}}, {rank};", write_only_types=[Int32], read_only_args=[address]
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
 
 

@@ -29,7 +29,7 @@ class Combine:
 
     @cute.jit
     def launch(self, given: tuple, by: tuple, plan: tuple, counts: Counts, stream: cuda.CUstream):
-        teams, pieces, _ = plan
+        teams, pieces, *_ = plan
         rows = cutlass.min(counts.tokens * counts.group, self.traits.tile.tile_m)
         places = counts.requests * counts.row_tiles
         if pieces == 0:

@@ -22,10 +22,8 @@ SMEM_ALIGNMENT = 128
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
 MAX_WORKSPACE_BYTES = 64 * 2**20
-CLUSTER = 8  # the largest size that every GPU with clusters takes
-# With more turns than this a CTA, all SMs are wanted, not the CLUSTER of each unit.
-MAX_CLUSTER_TURNS = 32
-# Up to so many turns of keys a CTA reads sooner than a second kernel, which joins the parts of several, is launched (about 2 us).
+MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
+# Requests of unlike lengths, up to so many turns of keys: a CTA reads them sooner than a second kernel, which joins parts, is launched (about 2 us).
 MAX_WHOLE_TURNS = 4
 
 
@@ -121,7 +119,7 @@ class Traits:
     tile: Tile
     splits: bool = False
     dependent_launch: bool = False  # sm_90 and up: a kernel may start before the one it waits for has ended
-    cluster: int = 0  # sm_90 and up: CTAs that share a unit and join their parts through each other's shared memory
+    cluster: int = 0  # sm_90 and up: the most CTAs that share a unit and join through each other's shared memory
 
     builder: ClassVar[str] = "cuteforge.gqa.kernel:build"
     in_rounds: ClassVar[bool] = (
@@ -164,7 +162,7 @@ class Traits:
     @property
     def query_bytes(self) -> int:
         """Shared memory for the query rows, after the rings."""
-        return self.tile.tile_m * self.ring.k_pitch_bytes if self.tile.queries_in_smem else 0
+        return self.tile.tile_m * self.ring.k_rows.pitch_bytes if self.tile.queries_in_smem else 0
 
     @property
     def streams_bytes(self) -> int:
@@ -225,7 +223,7 @@ def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> 
     is_new = splits and arch.major >= 9
     refusals = []
     for candidate in _relaxed(tile):
-        for cluster in (CLUSTER, 0) if is_new else (0,):
+        for cluster in (MAX_CLUSTER, 0) if is_new else (0,):
             traits = Traits(problem, candidate, splits, is_new, cluster)
             refusal = why_not(traits, arch)
             if refusal is None:
@@ -254,7 +252,7 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
     """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
     widest, lacks_registers = _widest(problem), _lacks_registers(problem, arch)
     if widest > 128:
-        in_smem = widest > 192 and (lacks_registers or problem.has_options)
+        in_smem = widest > 192 and (lacks_registers or problem.has_options or problem.has_lse)
         return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, in_smem)
     if widest > 64:
         return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)

@@ -8,9 +8,9 @@ memory, CTAs that share the keys of a unit in a workspace (combine.py).
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import read_once_policy
+from cuteforge.device.copy import ReadOnce
 from cuteforge.device.kv_ring import KVRing
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
@@ -18,36 +18,18 @@ from cuteforge.device.softmax import HALVES, OnlineSoftmax
 from cuteforge.device.traced import named_kernel
 from cuteforge.gqa.cluster import ClusterPart
 from cuteforge.gqa.combine import Combine
-from cuteforge.gqa.config import (
-    MAX_CLUSTER_TURNS,
-    MAX_WAVES,
-    MAX_WHOLE_TURNS,
-    ROW_BLOCK,
-    SMEM_ALIGNMENT,
-    WARP,
-    Traits,
-    cta_workspace_bytes,
-)
+from cuteforge.gqa.config import ROW_BLOCK, SMEM_ALIGNMENT, WARP, Traits
 from cuteforge.gqa.entry import Entry, build_entry
 from cuteforge.gqa.mask import ScoreMask
+from cuteforge.gqa.plan import make_plan, may_cut_units
 from cuteforge.gqa.queries import load_queries
 from cuteforge.gqa.result import GroupJoin, Results
 from cuteforge.gqa.scores import ScoreCap, score_factor
-from cuteforge.gqa.shares import (
-    BEGUN,
-    CONTINUED,
-    WHOLE,
-    Shares,
-    is_uniform,
-    make_plan,
-    may_cut_units,
-    turns_of_keys,
-)
+from cuteforge.gqa.shares import BEGUN, CONTINUED, WHOLE, Shares
 from cuteforge.gqa.work import Counts, Operands, Unit
 from cuteforge.runtime.compile_cache import Build
 
 
-@named_kernel("attention_cluster", "cluster_kernel")
 @named_kernel("attention")
 class Attention(Entry):
     """The portable kernel."""
@@ -58,36 +40,9 @@ class Attention(Entry):
     ):
         by = counts.divisors()
         if cutlass.const_expr(self.traits.splits):
-            if cutlass.const_expr(self.traits.cluster > 0):
-                if most_splits == 0 and self._is_for_clusters(counts, max_ctas):
-                    self._launch_clusters(given, by, scale, counts, stream)
-                else:
-                    self._launch_shares(given, by, scale, counts, most_splits, max_ctas, stream)
-            else:
-                self._launch_shares(given, by, scale, counts, most_splits, max_ctas, stream)
+            self._launch_shares(given, by, scale, counts, most_splits, max_ctas, stream)
         else:
             self._launch(given, by, None, scale, counts.units, stream)
-
-    @cute.jit
-    def _is_for_clusters(self, counts: Counts, max_ctas: Int32):
-        """Whether a cluster for each unit fits the GPU once, with little to do for each CTA. Requests of unlike lengths are better shared."""
-        cluster, turns = self.traits.cluster, turns_of_keys(counts, counts.most_keys())
-        few = (counts.units * cluster <= max_ctas) & (turns <= cluster * MAX_CLUSTER_TURNS)
-        if cutlass.const_expr(not is_uniform(self.traits)):
-            few = few & (counts.requests == 1)
-        return few
-
-    @cute.jit
-    def _launch_clusters(self, given: tuple, by: tuple, scale: Float32, counts: Counts, stream: cuda.CUstream):
-        cluster = self.traits.cluster
-        self.cluster_kernel(given, by, scale).launch(
-            grid=(counts.units * cluster, 1, 1),
-            block=(WARP * self.traits.tile.num_warps, 1, 1),
-            cluster=(cluster, 1, 1),
-            min_blocks_per_mp=self.traits.tile.ctas_per_sm,
-            preferred_smem_carveout=100,
-            stream=stream,
-        )
 
     @cute.jit
     def _launch_shares(
@@ -100,43 +55,21 @@ class Attention(Entry):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        plan = make_plan(counts, *self._plan(counts, most_splits, max_ctas))
+        plan = make_plan(counts, most_splits, max_ctas)
         self._launch(given, by, plan, scale, plan[0] * counts.kv_heads, stream)
         if may_cut_units(counts, plan):
             Combine(self.traits).launch(given, by, plan, counts, stream)
 
     def _launch(self, given: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
+        clusters = {"cluster": (plan[-1], 1, 1)} if self.traits.cluster else {}
         self.kernel(given, by, plan, scale).launch(
             grid=(num_ctas, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
+            **clusters,
             min_blocks_per_mp=self.traits.tile.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
         )
-
-    @cute.jit
-    def _plan(self, counts: Counts, most_splits: Int32, max_ctas: Int32):
-        """(teams, pieces) as `Shares` takes them: shares for one wave of CTAs, or for the number of waves that leaves least of the GPU idle; whole
-        units where each has little to read, for what is shared takes a second kernel."""
-        units = counts.requests * counts.row_tiles
-        room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(self.traits)) // counts.kv_heads
-        teams, pieces = Int32(1), Int32(0)
-        least_idle = Int32(1 << 30)
-        for waves in cutlass.range_constexpr(1, MAX_WAVES + 1):
-            candidate = waves * max_ctas // counts.kv_heads
-            # in 1/64 of a wave, and a little for each wave
-            idle = (waves * max_ctas - candidate * counts.kv_heads) * 64 // (waves * max_ctas) + 2 * waves
-            if candidate > 0 and idle < least_idle:
-                teams = candidate
-                least_idle = idle
-        turns = turns_of_keys(counts, counts.most_keys())
-        most_turns = Int64(units) * Int64(turns)
-        teams = cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
-        is_short = (turns <= MAX_WHOLE_TURNS) & (units * counts.kv_heads <= max_ctas)
-        if most_splits > 0 or is_short:
-            pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
-            teams = units * pieces
-        return cutlass.max(teams, 1), pieces
 
     @cute.kernel
     def kernel(self, given: tuple, by: tuple, plan: tuple | None, scale: Float32):
@@ -149,37 +82,24 @@ class Attention(Entry):
         smem = cutlass.memory.SmemAllocator()
         sAddress = smem.allocate(self.traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
         if cutlass.const_expr(self.traits.splits):
-            team, head = divmod(bidx, counts.by_heads)
-            shares = Shares(counts, plan, lane)
-            self._attend_share(counts, shares, (plan[0], team), head, sAddress, scale, lane, warp)
+            self._attend_share(counts, plan, bidx, sAddress, scale, tidx)
         else:
             unit = Unit.of_block(counts, bidx, lane)
             self._attend(unit, Results(unit), Int32(0), Int32(1 << 24), sAddress, scale, lane, warp)
 
-    @cute.kernel
-    def cluster_kernel(self, given: tuple, by: tuple, scale: Float32):
-        """A cluster for each unit."""
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        traits = self.traits
-        lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        counts = Counts(traits, Operands(*given), by)
-        smem = cutlass.memory.SmemAllocator()
-        sAddress = smem.allocate(traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
-        rank, index = bidx % traits.cluster, bidx // traits.cluster
-        unit = Unit.of_block(counts, index, lane)
-        turns = turns_of_keys(counts, unit.k_len)
-        each = (turns + (traits.cluster - 1)) // traits.cluster
-        part = ClusterPart(unit, sAddress + (traits.streams_bytes + traits.query_bytes), rank)
-        self._attend(unit, part, rank * each, (rank + 1) * each, sAddress, scale, lane, warp)
-        part.join(tidx)
-
     @cute.jit
-    def _attend_share(
-        self, counts, shares, cta: tuple, head: Int32, sAddress: Int32, scale: Float32, lane: Int32, warp: Int32
-    ):
-        """Go through the units that the share of a team touches; `cta` is (teams, team)."""
-        batch, row_tile, turn, left, part = shares.first_segment(cta[1])
+    def _attend_share(self, counts: Counts, plan: tuple, bidx: Int32, sAddress: Int32, scale: Float32, tidx: Int32):
+        """Go through the units that the share of a CTA touches, or, in a cluster, do its piece of a unit and join the pieces."""
+        traits, (teams, _, _, cluster) = self.traits, plan
+        lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
+        joins, rank, index = cluster > 1, Int32(0), bidx
+        if cutlass.const_expr(traits.cluster > 0):
+            if joins:
+                rank, index = bidx % cluster, bidx // cluster
+        place, head = divmod(index, counts.by_heads)
+        team = place * cluster + rank
+        shares = Shares(counts, plan, lane)
+        batch, row_tile, turn, left, part = shares.first_segment(team)
         going = left > 0 or shares.pieces > 0
         while going:
             turns = shares.turns_of(batch)
@@ -187,7 +107,8 @@ class Attention(Entry):
             if shares.pieces <= 1:
                 part = select(turn > 0, Int32(CONTINUED), select(end < turns, Int32(BEGUN), Int32(WHOLE)))
             unit = Unit(counts, batch, head, row_tile)
-            self._attend(unit, Results(unit, cta, part), turn, end, sAddress, scale, lane, warp)
+            results = Results(unit, (teams, team), part, self._cluster_part(cluster, unit, sAddress, rank))
+            self._attend(unit, results, turn, end, sAddress, scale, lane, warp)
             left = left - (end - turn)
             going = left > 0
             turn = Int32(0)
@@ -198,6 +119,19 @@ class Attention(Entry):
             if going:
                 # the rings are filled again only when all have read what is in their place
                 cute.arch.sync_threads()
+        if cutlass.const_expr(traits.cluster > 0):
+            if joins:
+                # looked for again: kept, it would be registers that the loop has no room for
+                batch, row_tile = divmod(place, counts.by_row_tiles)
+                unit = Unit(counts, batch, head, row_tile)
+                self._cluster_part(cluster, unit, sAddress, rank)[1].join(tidx)
+
+    def _cluster_part(self, cluster, unit: Unit, sAddress, rank) -> tuple | None:
+        """As `Results` takes it."""
+        traits = self.traits
+        if not traits.cluster:
+            return None
+        return cluster > 1, ClusterPart(unit, sAddress + (traits.streams_bytes + traits.query_bytes), rank, cluster)
 
     @cute.jit
     def _attend(
@@ -221,10 +155,8 @@ class Attention(Entry):
         ]
         shape = self.traits.ring
         source = unit.source()
-        policy = None
-        if cutlass.const_expr(self.traits.reads_keys_once):
-            policy = read_once_policy(unit.counts.reads_little())
-        ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len, policy)
+        hint = ReadOnce(unit.counts.reads_little()) if self.traits.reads_keys_once else None
+        ring = KVRing(shape, sAddress + group * shape.bytes, row_warp, lane, source, unit.k_len, hint)
         ring.clear_pads()
         if cutlass.const_expr(self.traits.problem.appends):
             if warp == 0 and turn == 0 and unit.first_row == 0:
@@ -237,7 +169,7 @@ class Attention(Entry):
         first, count = self._tiles(unit, turn, end_turn, group)
         # every group leaves the same rows in the same place
         query_address = (
-            sAddress + self.traits.streams_bytes + row_warp * (ROW_BLOCK * tile.m_blocks * shape.k_pitch_bytes)
+            sAddress + self.traits.streams_bytes + row_warp * (ROW_BLOCK * tile.m_blocks * shape.k_rows.pitch_bytes)
         )
         self._stream(
             unit, ring, rows, first_row, query_address, softmax, rO, rWeight, first, count, group, scale, lane
@@ -283,17 +215,17 @@ class Attention(Entry):
         # after the copies: their wait is not behind that of the queries
         queries = load_queries(unit, rows, first_row, scale, query_address, lane)
         mask, cap = ScoreMask(unit, rows, lane), ScoreCap(scale, unit.ops.softcap)
-        stage = Int32(0)
         for turn in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(num_stages - 2)
             self._sync_group(group)
-            if turn + (num_stages - 1) < count:
-                free = select(stage == 0, Int32(num_stages - 1), stage - 1)
-                ring.issue(begin + (turn + (num_stages - 1)) * step, free, found)
+            ahead = turn + (num_stages - 1)
+            if ahead < count:
+                ring.issue(begin + ahead * step, ring.stage_of(ahead), found)
             cute.arch.cp_async_commit_group()
-            found = ring.lookup(begin + (turn + num_stages) * step)
-            self._attend_tile(ring, mask, cap, queries, softmax, rO, rWeight, begin + turn * step, stage, lane)
-            stage = select(stage == num_stages - 1, Int32(0), stage + 1)
+            found = ring.lookup(begin + (ahead + 1) * step)
+            self._attend_tile(
+                ring, mask, cap, queries, softmax, rO, rWeight, begin + turn * step, ring.stage_of(turn), lane
+            )
 
     @cute.jit
     def _sync_group(self, group: Int32):
@@ -311,21 +243,21 @@ class Attention(Entry):
         shape = ring.shape
         keys = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_n // 8, 4), Float32)
-        self._multiply_keys(keys + OperandLanes(lane, shape.k_pitch_bytes).rows_as_columns, queries, rS)
+        self._multiply_keys(keys + OperandLanes(lane, shape.k_rows).rows_as_columns, queries, rS)
         cap.apply(rS)
         mask.apply(rS, tile)
         softmax.update(rS, rO, rWeight)
-        values = keys + shape.v_offset_bytes + OperandLanes(lane, shape.v_pitch_bytes).rows_summed
+        values = keys + shape.v_offset_bytes + OperandLanes(lane, shape.v_rows).rows_summed
         self._multiply_values(values, rS, rO, rWeight)
 
     def _multiply_keys(self, address, queries, rS) -> None:
         """rS = queries @ keys^T."""
-        pitch, zero = self.traits.ring.k_pitch_bytes, (Float32(0.0),) * 4
+        rows, zero = self.traits.ring.k_rows, (Float32(0.0),) * 4
         sums = {(block, n): zero for block in range(rS.shape[0]) for n in range(rS.shape[1])}
         for step in range(self.traits.k_steps):
             operands = queries.operands(step)
             for pair in range(rS.shape[1] // 2):
-                b = ldmatrix_x4(address + (pair * 16 * pitch + step * 32))
+                b = ldmatrix_x4(rows.along(address, 2 * step) + pair * 16 * rows.pitch_bytes)
                 for block, a in enumerate(operands):
                     for i, n in enumerate((2 * pair, 2 * pair + 1)):
                         sums[block, n] = mma_16x8x16(self.dtype, a, b[2 * i : 2 * i + 2], sums[block, n])
@@ -334,7 +266,7 @@ class Attention(Entry):
 
     def _multiply_values(self, address, rS, rO, rWeight) -> None:
         """rO += weights @ values, rWeight += the rows' sums of the weights as rounded."""
-        pitch, ones = self.traits.ring.v_pitch_bytes, ones_operand(self.dtype)
+        rows, ones = self.traits.ring.v_rows, ones_operand(self.dtype)
         for step in range(rS.shape[1] // 2):
             weights = [
                 left_operand(self.dtype, _get(rS, block, 2 * step), _get(rS, block, 2 * step + 1))
@@ -343,7 +275,7 @@ class Attention(Entry):
             for block, a in enumerate(weights):
                 _put(rWeight, block, 0, mma_16x8x16(self.dtype, a, ones, _get(rWeight, block, 0)))
             for n in range(0, self.traits.v_tiles, 2):
-                b = ldmatrix_x4(address + (step * 16 * pitch + n * 16), transposed=True)
+                b = ldmatrix_x4(rows.along(address, n) + step * 16 * rows.pitch_bytes, transposed=True)
                 for i in range(min(2, self.traits.v_tiles - n)):
                     for block, a in enumerate(weights):
                         values = mma_16x8x16(self.dtype, a, b[2 * i : 2 * i + 2], _get(rO, block, n + i))

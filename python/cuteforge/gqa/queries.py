@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from cuteforge.device.copy import gmem_run, smem_words
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, in_register, ldmatrix_x4
-from cuteforge.device.ring_shape import CHUNK_BYTES, CHUNK_ELEMS
+from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import ROW_BLOCK, WARP
 
@@ -46,15 +46,15 @@ class SharedQueries(TraceConstant):
 
     def __init__(self, unit, first_row, scale, address, lane):
         self.traits, self.unit = unit.traits, unit
-        self.pitch = self.traits.ring.k_pitch_bytes
+        self.rows = self.traits.ring.k_rows
         self.address = address
         self._load(first_row, scale, lane)
-        self.lane_address = address + OperandLanes(lane, self.pitch).rows_summed
+        self.lane_address = address + OperandLanes(lane, self.rows).rows_summed
 
     @cute.jit
     def _load(self, first_row: Int32, scale, lane: Int32):
         chunks = 2 * self.traits.k_steps
-        for i in cutlass.range(lane, ROW_BLOCK * self.traits.tile.m_blocks * chunks, WARP, unroll=8):
+        for i in cutlass.range(lane, ROW_BLOCK * self.traits.tile.m_blocks * chunks, WARP, unroll=4):
             row, chunk = i // chunks, i % chunks
             words = cute.make_rmem_tensor(4, Uint32)
             words.fill(0)
@@ -64,15 +64,14 @@ class SharedQueries(TraceConstant):
                 loaded = gmem_run(Uint32, address + Int64(chunk * CHUNK_BYTES), 4).load()
                 for word in cutlass.range_constexpr(4):
                     words[word] = loaded[word] ^ _sign(scale)
-            smem_words(self.address + row * self.pitch + chunk * CHUNK_BYTES, 4).store(words.load())
+            smem_words(self.address + self.rows.offset(row, chunk), 4).store(words.load())
         cute.arch.sync_warp()
 
     def operands(self, step: int) -> list:
         """The left operand of each row block for 16 columns of the head dim."""
-        offsets = (
-            block * ROW_BLOCK * self.pitch + step * 2 * CHUNK_BYTES for block in range(self.traits.tile.m_blocks)
-        )
-        return [ldmatrix_x4(self.lane_address + offset) for offset in offsets]
+        address = self.rows.along(self.lane_address, 2 * step)
+        block_bytes = ROW_BLOCK * self.rows.pitch_bytes
+        return [ldmatrix_x4(address + block * block_bytes) for block in range(self.traits.tile.m_blocks)]
 
 
 def load_queries(unit, rows: list, first_row, scale, address, lane):

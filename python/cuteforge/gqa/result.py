@@ -19,10 +19,11 @@ class Results(TraceConstant):
     Args:
         cta: (teams, team) where units are shared, else None.
         part: which of the CTA's parts, WHOLE for final rows.
+        cluster: (whether a cluster joins the unit, where the CTA's part then goes), a `ClusterPart`; None where kernels have no clusters.
     """
 
-    def __init__(self, unit: Unit, cta=None, part=None):
-        self.traits, self.unit, self.part = unit.traits, unit, part
+    def __init__(self, unit: Unit, cta=None, part=None, cluster=None):
+        self.traits, self.unit, self.part, self.cluster = unit.traits, unit, part, cluster
         if cta is not None:
             self.team, self.partials = cta[1], Partials(unit.counts, cta[0])
 
@@ -56,7 +57,7 @@ class Results(TraceConstant):
         """Store adjacent columns of a row: as they are in a part, else rounded."""
         if cutlass.const_expr(self.traits.splits):
             if self.part != WHOLE:
-                store_floats(self.partials.row_address(self._index(row)) + Int64(col * 4), values)
+                self._store_part(row, col, values)
             else:
                 self._store_rounded(row, col, values)
         else:
@@ -69,11 +70,24 @@ class Results(TraceConstant):
             return sink
         return Float32(select(self.part == WHOLE, sink, Float32(NEG_INF)))
 
+    @cute.jit
+    def _store_part(self, row: Int32, col: Int32, values: list):
+        if cutlass.const_expr(self.cluster is not None):
+            joins, part = self.cluster
+            if joins:
+                part.store(row, col, values)
+            else:
+                self._store_floats(row, col, values)
+        else:
+            self._store_floats(row, col, values)
+
+    def _store_floats(self, row, col, values: list) -> None:
+        store_floats(self.partials.row_address(self._index(row)) + Int64(col * 4), values)
+
     def _index(self, row):
         return self.partials.index(self.team, self.unit.head, self.part, row - self.unit.first_row)
 
-    @cute.jit
-    def _store_rounded(self, row: Int32, col: Int32, values: list):
+    def _store_rounded(self, row, col, values: list) -> None:
         mOut = self.unit.ops.mOut
         store_rounded(mOut.element_type, self.unit.query_address(mOut, row) + Int64(col * 2), values)
 
@@ -81,11 +95,23 @@ class Results(TraceConstant):
     def store_lse(self, row: Int32, lse: Float32):
         if cutlass.const_expr(self.traits.splits):
             if self.part != WHOLE:
-                gmem_run(Float32, self.partials.lse_address(self._index(row)), 1)[0] = lse
+                self._store_part_lse(row, lse)
             else:
                 store_lse(self.unit, row, lse)
         else:
             store_lse(self.unit, row, lse)
+
+    @cute.jit
+    def _store_part_lse(self, row: Int32, lse: Float32):
+        place = gmem_run(Float32, self.partials.lse_address(self._index(row)), 1)
+        if cutlass.const_expr(self.cluster is not None):
+            joins, part = self.cluster
+            if joins:
+                part.store_lse(row, lse)
+            else:
+                place[0] = lse
+        else:
+            place[0] = lse
 
 
 @cute.jit

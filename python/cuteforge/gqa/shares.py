@@ -11,7 +11,7 @@ Lengths are read on the device, so a captured graph stays right, and balanced, f
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.math import fast_divisor, select
+from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP, Traits
 from cuteforge.gqa.work import Counts
@@ -39,14 +39,15 @@ class Shares(TraceConstant):
     """The line of turns of one KV head, and its shares.
 
     Args:
-        plan: (teams, pieces, divisor by the turns of a unit), made by the host. No pieces: the whole line is cut into at most `teams` shares of equal
-            length. n pieces: each unit is cut into n, `teams` being n times the units.
+        plan: (teams, pieces, divisor by the turns of a unit, CTAs of a cluster), made by the host (plan.py). No pieces: the whole line is cut into
+            at most `teams` shares of equal length. n pieces: each unit is cut into n, `teams` being n times the units. In clusters of n the n
+            pieces of a unit are joined.
         lane: all lanes of a warp ask together.
     """
 
     def __init__(self, counts: Counts, plan: tuple, lane):
         self.counts, self.lane = counts, lane
-        teams, self.pieces, self.by_turns = plan
+        teams, self.pieces, self.by_turns, _ = plan
         self.is_uniform = is_uniform(counts.traits)
         self.total = self._total()
         # Every share has a turn, and so leaves the parts that are read; teams beyond that have none.
@@ -179,17 +180,3 @@ class Shares(TraceConstant):
             first = self.team_at(begin)
             last = self.team_at(begin + turns - 1)
         return batch, row_tile, first, last
-
-
-def make_plan(counts: Counts, teams, pieces) -> tuple:
-    """The plan of `Shares`, by the host."""
-    return teams, pieces, fast_divisor(turns_of_keys(counts, counts.most_keys()))
-
-
-def may_cut_units(counts: Counts, plan: tuple):
-    """Whether a share may end inside a unit, as far as the host can know: not where whole units make equal shares."""
-    teams, pieces, by_turns = plan
-    if not is_uniform(counts.traits):
-        return (teams > 1) & (pieces != 1)
-    units = counts.requests * counts.row_tiles
-    return select(pieces > 0, pieces > 1, (units % teams != 0) & (teams > 1))

@@ -120,7 +120,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(cute.arch, "grid_dim", lambda: (here.num_ctas, 1, 1))
     monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda warp: warp)
     monkeypatch.setattr(window, "Rows", lambda tensor: SimpleNamespace(column=lambda col: col))
-    monkeypatch.setattr(window, "evict_first_policy", lambda: None)
+    monkeypatch.setattr(window, "ReadOnce", lambda: None)
     monkeypatch.setattr(window, "select", lambda condition, chosen, otherwise: chosen if condition else otherwise)
     monkeypatch.setattr(window, "Int32", int)
     monkeypatch.setattr(window.WindowStream, "_allocate", lambda self, smem, dtype: None)

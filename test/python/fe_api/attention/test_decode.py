@@ -45,6 +45,12 @@ CASES = (
     *(Case("more queries than keys: early ones see nothing", length=n, size=3, batch=6) for n in (4, 7, 16)),
     *(Case("one request", batch=1, size=size) for size in (64, 8192)),
     *(Case("many requests", batch=16, kv_heads=h, size=300) for h in (1, 8)),
+    # with 8 KV heads on an H200: a cluster of 8, 4 and 2 for each unit, one CTA each in one wave and in more, equal shares
+    *(
+        Case("ways to cut", batch=n, kv_heads=8, size=s, flags=attn.FLAGS[3])
+        for n in (1, 3, 7, 12, 17, 32)
+        for s in (65, 1500)
+    ),
     *(Case("splits asked for", num_splits=n, size=s, batch=6) for n in (1, 2, 7) for s in (1, 65, 1000, 4096)),
     *(Case("splits of several tokens", num_splits=n, size=1000, length=16) for n in (1, 7)),
     *(Case("scale", scale=scale, length=2) for scale in (0.0, -0.3, SCALE_3)),

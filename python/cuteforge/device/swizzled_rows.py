@@ -1,0 +1,51 @@
+"""How rows of 16-bit elements lie in shared memory for `ldmatrix`: without pads, the 16-byte chunks of a row exchanged by the row's number.
+
+The eight rows of an 8x8 matrix then lie in different banks, and what a warp copies of a line of global memory stays within one line of shared memory.
+Rows with pads did not: a line cut in two is asked for twice, and decode sent 2.6 requests and 1.5 sectors to L2 for each it needed (H200, ncu).
+Pure Python: no cutlass; rows, chunks and addresses may be numbers of either.
+"""
+
+import math
+from dataclasses import dataclass
+
+CHUNK_BYTES = 16
+CHUNK_ELEMS = 8
+BANKED_ROWS = 8  # rows of a matrix that are read at once
+ALIGNMENT = CHUNK_BYTES * BANKED_ROWS  # of the first row's address, for `down` and `along`
+
+
+@dataclass(frozen=True)
+class SwizzledRows:
+    """Rows of `cols` elements, a multiple of 8, rounded up to whole 16-column operands."""
+
+    cols: int
+
+    @property
+    def chunks(self) -> int:
+        return 2 * -(-self.cols // 16)
+
+    @property
+    def pitch_bytes(self) -> int:
+        return self.chunks * CHUNK_BYTES
+
+    @property
+    def exchanged(self) -> int:
+        """Adjacent chunks that change places among each other: so many that `8 / exchanged` rows in turn begin in different banks by themselves."""
+        return math.gcd(self.chunks, BANKED_ROWS)
+
+    def offset(self, row, chunk):
+        """Byte offset of a chunk of a row."""
+        return row * self.pitch_bytes + (chunk ^ self._exchange(row)) * CHUNK_BYTES
+
+    def down(self, address, rows):
+        """From the address of a chunk to that `rows` rows further, where `rows` has no bit of the first row's number."""
+        return (address ^ (self._exchange(rows) * CHUNK_BYTES)) + rows * self.pitch_bytes
+
+    def along(self, address, chunks: int):
+        """From the address of a chunk to that `chunks` further, where `chunks` has no bit of the first chunk's number."""
+        nearby = chunks % self.exchanged
+        return (address ^ (nearby * CHUNK_BYTES)) + (chunks - nearby) * CHUNK_BYTES
+
+    def _exchange(self, row):
+        """What the numbers of a row's chunks are exchanged by."""
+        return (row >> (BANKED_ROWS // self.exchanged).bit_length() - 1) & (self.exchanged - 1)

@@ -1,0 +1,95 @@
+"""How the host cuts the keys of all units for the CTAs of decode, from shapes alone: what is captured into a graph stays right for any lengths.
+
+Three ways are weighed by the turns of keys that the last CTA goes through, those that other work costs included:
+
+* a CTA for each unit, one after another: nothing to join;
+* a cluster of two, four or eight for each, joined through shared memory: only where all of them run at once;
+* equal shares of the whole line (shares.py), with a second kernel that joins. Where requests may differ in length only these are balanced.
+"""
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from cuteforge.device.math import fast_divisor
+from cuteforge.gqa.config import MAX_WAVES, MAX_WHOLE_TURNS, cta_workspace_bytes
+from cuteforge.gqa.shares import is_uniform, turns_of_keys
+from cuteforge.gqa.work import Counts
+
+# Costs in 1/16 of a turn, in which a GPU full of CTAs reads a tile of keys for each (H200, D 128: 16 turns are 16 us).
+TURN = 16
+LEAST_TURN = 9  # of a CTA among few: 64 CTAs on 132 SMs reach 96 % of the memory's rate
+SWITCH = 32  # from one unit to the next: the ring runs empty, the groups of warps join
+JOIN = 16  # in a cluster
+COMBINE = 48  # a second kernel
+
+
+@cute.jit
+def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
+    """(teams, pieces, divisor by the turns of a unit, CTAs of a cluster), as `Shares` takes them.
+
+    Args:
+        most_splits: pieces of a unit that the caller wants, 0 for any number.
+        max_ctas: that fill the GPU once.
+    """
+    units, turns = counts.requests * counts.row_tiles, turns_of_keys(counts, counts.most_keys())
+    room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(counts.traits)) // counts.kv_heads
+    pieces, cluster = Int32(0), Int32(1)
+    teams = _even_teams(counts, units, turns, room, max_ctas)
+    if most_splits > 0:
+        pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
+        teams = units * pieces
+    elif is_uniform(counts.traits) or counts.requests == 1:
+        least = _share_cost(counts, units, turns, teams, max_ctas)
+        for log_size in cutlass.range_constexpr(counts.traits.cluster.bit_length() or 1):
+            cost = _piece_cost(counts.units, turns, 1 << log_size, max_ctas)
+            at_once = counts.units <= max_ctas >> log_size
+            if cost <= least and (log_size == 0 or at_once):
+                least = cost
+                cluster = Int32(1 << log_size)
+                pieces = cluster
+                teams = units * pieces
+    elif turns <= MAX_WHOLE_TURNS and counts.units <= max_ctas:
+        pieces = Int32(1)
+        teams = units
+    return cutlass.max(teams, 1), pieces, fast_divisor(turns), cluster
+
+
+@cute.jit
+def _even_teams(counts: Counts, units: Int32, turns: Int32, room: Int32, max_ctas: Int32):
+    """Teams, of a CTA for each KV head, for one wave of CTAs, or for the number of waves that leaves least of the GPU idle."""
+    teams, least_idle = Int32(1), Int32(1 << 30)
+    for waves in cutlass.range_constexpr(1, MAX_WAVES + 1):
+        candidate = waves * max_ctas // counts.kv_heads
+        # in 1/64 of a wave, and a little for each wave
+        idle = (waves * max_ctas - candidate * counts.kv_heads) * 64 // (waves * max_ctas) + 2 * waves
+        if candidate > 0 and idle < least_idle:
+            teams = candidate
+            least_idle = idle
+    most_turns = Int64(units) * Int64(turns)
+    return cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
+
+
+def _share_cost(counts: Counts, units, turns, teams, max_ctas):
+    """The whole line in equal shares: each touches a unit more than it holds."""
+    reading = Int64(counts.units) * Int64(turns) * TURN // Int64(max_ctas)
+    return reading + Int64((1 + units // teams) * SWITCH + COMBINE)
+
+
+def _piece_cost(units, turns, pieces: int, max_ctas):
+    """`pieces` CTAs for each unit, in as many waves as it takes."""
+    ctas = Int64(units) * pieces
+    waves, rest = ctas // Int64(max_ctas), Int32(ctas % Int64(max_ctas))
+    last = cutlass.max((rest * TURN + (max_ctas - 1)) // max_ctas, LEAST_TURN)
+    has_last = cutlass.min(rest, 1)
+    reading = Int64((turns + (pieces - 1)) // pieces) * (waves * TURN + Int64(has_last * last))
+    return reading + (waves + Int64(has_last)) * SWITCH + (JOIN if pieces > 1 else 0)
+
+
+def may_cut_units(counts: Counts, plan: tuple):
+    """Whether a share may end inside a unit whose parts no cluster joins, as far as the host can know: not where whole units make equal shares."""
+    teams, pieces, _, cluster = plan
+    if not is_uniform(counts.traits):
+        return (teams > 1) & (pieces != 1) & (cluster == 1)
+    units = counts.requests * counts.row_tiles
+    cut_evenly = (units % teams != 0) & (teams > 1)
+    return (cluster == 1) & ((pieces > 1) | ((pieces == 0) & cut_evenly))

@@ -1,0 +1,93 @@
+"""How the host cuts decode, run on the host: which of the ways it takes for shapes of which the times are known, or which nothing else can serve."""
+
+import types
+
+import cutlass
+import pytest
+from cutlass import Int32, cute
+
+from cuteforge.device.traced import TraceConstant
+from cuteforge.gqa import plan
+from cuteforge.gqa.config import Problem, max_ctas, select_decode
+from cuteforge.runtime.arch import resolve_arch
+
+H200 = resolve_arch("sm_90a", None)
+WHOLE, SHARES = (1, 1), (0, 1)
+PAGED = (("keys", "pages"), ("lengths", "seqlens"))
+
+
+def cluster_of(size):
+    return size, size
+
+
+class Counts(TraceConstant):
+    """As gqa/work.py has them, of `requests` with up to `keys` keys each, a query token each."""
+
+    def __init__(self, traits, requests, kv_heads, keys):
+        self.traits, self.requests, self.kv_heads, self.keys = traits, Int32(requests), Int32(kv_heads), Int32(keys)
+        self.row_tiles, self.units = Int32(1), Int32(requests) * Int32(kv_heads)
+        self.ops = types.SimpleNamespace(mWorkspace=types.SimpleNamespace(shape=(Int32(64 << 20),)))
+
+    def most_keys(self):
+        return self.keys
+
+
+@cute.jit
+def print_plan(traits: cutlass.Constexpr, requests: Int32, kv_heads: Int32, keys: Int32, splits: Int32, ctas: Int32):
+    teams, pieces, _, cluster = plan.make_plan(Counts(traits, requests, kv_heads, keys), splits, ctas)
+    cute.printf("plan {} {} {}", teams, pieces, cluster)
+
+
+def planned(capfd, requests, kv_heads, num_keys, *, d=128, splits=0, arch=H200, facts=(("keys", "batch"),)):
+    """(teams, (pieces, CTAs of a cluster))."""
+    traits = select_decode(Problem("bfloat16", d, d, "single", **dict(facts)), 4, arch, True)
+    print_plan(traits, requests, kv_heads, num_keys, splits, max_ctas(traits, H200))
+    _, teams, pieces, cluster = capfd.readouterr().out.split()
+    return int(teams), (int(pieces), int(cluster))
+
+
+@pytest.mark.parametrize(
+    ("requests", "kv_heads", "keys", "d", "way"),
+    [
+        (1, 8, 512, 128, cluster_of(8)),
+        (1, 8, 8192, 128, cluster_of(8)),
+        (3, 8, 700, 128, cluster_of(4)),
+        (7, 8, 1500, 128, cluster_of(2)),
+        (16, 8, 4096, 128, WHOLE),
+        (128, 8, 1024, 128, WHOLE),
+        (17, 8, 1500, 128, SHARES),
+        (8, 8, 32768, 128, SHARES),
+        (1, 8, 131072, 128, SHARES),
+        (1, 1, 1, 128, WHOLE),
+    ],
+)
+def test_the_least_turns_of_the_last_cta_decide(capfd, requests, kv_heads, keys, d, way):
+    teams, chosen = planned(capfd, requests, kv_heads, keys, d=d)
+    assert chosen == way
+    assert teams == requests * way[0] if way[0] else 0 < teams <= 132 * plan.MAX_WAVES // kv_heads
+
+
+@pytest.mark.parametrize(("requests", "way"), [(1, cluster_of(8)), (3, SHARES)])
+def test_requests_of_unlike_lengths_are_shared(capfd, requests, way):
+    """Only the device knows their lengths: units cut alike would leave CTAs idle."""
+    assert planned(capfd, requests, 8, 4096, facts=PAGED)[1] == way
+
+
+def test_short_requests_of_unlike_lengths_take_no_second_kernel(capfd):
+    assert planned(capfd, 3, 8, 256, facts=PAGED)[1] == WHOLE
+
+
+@pytest.mark.parametrize("splits", [1, 7])
+def test_splits_asked_for_are_given(capfd, splits):
+    assert planned(capfd, 5, 8, 8192, splits=splits) == (5 * splits, (splits, 1))
+
+
+def test_without_clusters_units_are_shared_or_whole(capfd):
+    ampere = resolve_arch("sm_80", None)
+    assert planned(capfd, 1, 8, 8192, arch=ampere)[1] == SHARES
+    assert planned(capfd, 16, 8, 4096, arch=ampere)[1] == WHOLE
+
+
+def test_more_units_than_fit_32_bits_times_a_cluster_make_no_clusters(capfd):
+    """2**29 units in clusters of 8 would be none, modulo 2**32."""
+    assert planned(capfd, 2**26, 8, 64)[1][1] == 1

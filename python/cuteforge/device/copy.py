@@ -97,18 +97,21 @@ def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, hint: Rea
         cp_async(dst.iterator.toint(), address, size, wanted, hint)
 
 
-def cp_async(smem_address, gmem_address, size: int, wanted, hint: ReadOnce | None = None) -> None:
+def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce | None = None) -> None:
     """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read then.
 
     Args:
         smem_address, gmem_address: byte addresses, aligned to `size`.
     """
+    args = [smem_address, gmem_address]
+    operands = f"[{{$r0}}], [{{$r1}}], {size}"
+    if wanted is not True:
+        args.append(select(wanted, Int32(size), Int32(0)))
+        operands += ", {$r2}"
     # only 16-byte copies can pass L1 by; the assembler adds the fetch of whole lines by itself, but not to a copy with a policy or a predicate
     instruction = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global"
-    operands = f"[{{$r0}}], [{{$r1}}], {size}, {{$r2}}"
-    args = [smem_address, gmem_address, select(wanted, Int32(size), Int32(0))]
     plain = f"{instruction}.L2::128B {operands};"
-    hinted = f"{instruction}.L2::cache_hint.L2::128B {operands}, {{$r3}};"
+    hinted = f"{instruction}.L2::cache_hint.L2::128B {operands}, {{$r{len(args)}}};"
     if hint is None:
         cute.arch.inline_ptx(plain, read_only_args=args)
     elif hint.applies is True:

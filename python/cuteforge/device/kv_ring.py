@@ -49,38 +49,41 @@ class KVRing(TraceConstant):
         return Int32(Uint32(turn) % self.shape.num_stages)
 
     @cute.jit
-    def lookup(self, tile: Int32):
-        """What this lane looks up for a tile, to be passed to `issue`: the addresses of one row."""
+    def look_up(self, tile: Int32):
+        """What this lane looks up for a tile, to be passed to `issue`: one row."""
         shape = self.shape
         if cutlass.const_expr(self.source.has_lookup):
             assert shape.rounds * shape.rows_per_warp <= WARP, "a lane looks up one row"
             turn, place = self.lane // shape.rows_per_warp, self.lane % shape.rows_per_warp
             row = turn * shape.rows_per_round + self.warp * shape.rows_per_warp + place
             end = select(row < shape.tile_n, self.end, Int32(0))
-            return self.source.lookup(tile * shape.tile_n + row, end)
-        return Int64(NOWHERE), Int64(NOWHERE)
+            return self.source.look_up(tile * shape.tile_n + row, end)
+        return Int32(0), Int32(0)
 
     @cute.jit
     def issue(self, tile: Int32, stage: Int32, looked_up):
         """Start copying a tile into a stage; rows that do not exist become zeros. The caller commits the group."""
         shape = self.shape
         stage_address = self.base + stage * shape.stage_bytes
+        addresses = (Int64(NOWHERE), Int64(NOWHERE))
+        if cutlass.const_expr(self.source.has_lookup):
+            addresses = self.source.addresses(looked_up)
         # Unrolled in full, the shuffles of all rounds come first, and their addresses take the registers of a wide head.
         if cutlass.const_expr(self.source.has_lookup and shape.rounds > 8):
             for turn in cutlass.range(shape.rounds, unroll=4):
-                self._issue_round(turn, tile, stage_address, looked_up)
+                self._issue_round(turn, tile, stage_address, addresses)
         else:
             for turn in cutlass.range_constexpr(shape.rounds):
-                self._issue_round(turn, tile, stage_address, looked_up)
+                self._issue_round(turn, tile, stage_address, addresses)
 
     @cute.jit
-    def _issue_round(self, turn, tile: Int32, stage_address: Int32, looked_up):
+    def _issue_round(self, turn, tile: Int32, stage_address: Int32, of_lane):
         """One row a lane group."""
         shape = self.shape
         row = self.row + turn * shape.rows_per_round
         if cutlass.const_expr(self.source.has_lookup):
             owner = turn * shape.rows_per_warp + self.lane // shape.lanes_per_row
-            addresses = [shuffle_address(address, owner) for address in looked_up]
+            addresses = [shuffle_address(address, owner) for address in of_lane]
             wanted = addresses[0] != Int64(NOWHERE)
         else:
             token = tile * shape.tile_n + row

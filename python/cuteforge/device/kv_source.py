@@ -1,7 +1,8 @@
 """Where keys and values come from: strided tensors, packed sequences, or pages.
 
 A source gives the byte addresses of a token's key and value. A strided one computes them in any lane; a paged one looks a page number up, which
-takes a memory latency, so lanes share the work: `KVRing` lets each lane look up one row of a tile ahead of time and passes addresses on by shuffle.
+takes a memory latency. So lanes share the work, a row of a tile each, pass addresses on by shuffle, and `look_up` a tile before they ask for
+`addresses`: only those wait for what is read.
 """
 
 import cutlass
@@ -12,6 +13,8 @@ from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
 NOWHERE = 0  # the address of a token that does not exist
+NO_PAGE = -1
+NEW_SLOT = -1  # of the token that stands apart
 
 
 class StridedKV(TraceConstant):
@@ -45,51 +48,68 @@ class PagedKV(TraceConstant):
     Args:
         mK, mV: (P, ps, Hkv, D), or (P, Hkv, D) for pages of one token.
         mTable: (R, C) page numbers; `row` is the request's.
+        by_page: divisor by the tokens of a page, None for one: every token is looked up, and a division takes as long as the look-up.
         new: addresses of a key and a value that stand for token `new_token`, or None.
     """
 
     has_lookup = True
 
-    def __init__(self, mK: cute.Tensor, mV: cute.Tensor, mTable: cute.Tensor, row, head, new=None, new_token=None):
-        self.mTable, self.row = mTable, row
+    def __init__(
+        self, mK: cute.Tensor, mV: cute.Tensor, mTable: cute.Tensor, row, head, by_page, new=None, new_token=None
+    ):
+        self.mTable, self.row, self.by_page = mTable, row, by_page
         self.num_pages = mK.shape[0]
         self.dims = (mK.shape[len(mK.shape) - 1], mV.shape[len(mV.shape) - 1])
-        self.is_flat = len(mK.shape) == 3
-        self.page_size = Int32(1) if self.is_flat else mK.shape[1]
-        place = (0, head) if self.is_flat else (0, 0, head)
+        is_flat = by_page is None
+        place = (0, head) if is_flat else (0, 0, head)
         self.pools = [
-            (row_address(m, place), _byte_stride(m, 0), Int64(0) if self.is_flat else _byte_stride(m, 1))
-            for m in (mK, mV)
+            (row_address(m, place), _byte_stride(m, 0), Int64(0) if is_flat else _byte_stride(m, 1)) for m in (mK, mV)
         ]
         self.new, self.new_token = new, new_token
 
     @cute.jit
-    def lookup(self, token: Int32, end: Int32):
-        """Byte addresses of the key and the value of a token; NOWHERE for both if it is not before `end` or its page is not in the pool."""
-        k_address, v_address = self.in_pool(token, end)
+    def look_up(self, token: Int32, end: Int32):
+        """(page, slot in it) of a token, for `addresses`; NO_PAGE if it is not before `end`."""
+        page, slot = self._find(token, end)
         if cutlass.const_expr(self.new is not None):
             if token == self.new_token and token < end:
+                slot = Int32(NEW_SLOT)
+        return page, slot
+
+    @cute.jit
+    def _find(self, token: Int32, end: Int32):
+        page, slot = Int32(NO_PAGE), Int32(0)
+        if token < end and token >= 0:
+            index = token
+            if cutlass.const_expr(self.by_page is not None):
+                index, slot = divmod(token, self.by_page)
+            page = self.mTable[self.row, index]
+        return page, slot
+
+    @cute.jit
+    def addresses(self, found: tuple):
+        """Byte addresses of the key and the value of a token that was looked up; NOWHERE for both if its page is not in the pool."""
+        k_address, v_address = self._in_pool(found)
+        if cutlass.const_expr(self.new is not None):
+            if found[1] == NEW_SLOT:
                 k_address, v_address = self.new
         return k_address, v_address
 
     @cute.jit
-    def in_pool(self, token: Int32, end: Int32):
-        """As `lookup`, but always in the pool."""
+    def _in_pool(self, found: tuple):
         k_address, v_address = Int64(NOWHERE), Int64(NOWHERE)
-        if token < end and token >= 0:
-            page = self.mTable[self.row, token // self.page_size]
-            if page >= 0 and page < self.num_pages:
-                slot = token % self.page_size
-                (k_base, k_page, k_slot), (v_base, v_page, v_slot) = self.pools
-                k_address = k_base + Int64(page) * k_page + Int64(slot) * k_slot
-                v_address = v_base + Int64(page) * v_page + Int64(slot) * v_slot
+        page, slot = found
+        if page >= 0 and page < self.num_pages:
+            (k_base, k_page, k_slot), (v_base, v_page, v_slot) = self.pools
+            k_address = k_base + Int64(page) * k_page + Int64(slot) * k_slot
+            v_address = v_base + Int64(page) * v_page + Int64(slot) * v_slot
         return k_address, v_address
 
     @cute.jit
     def append(self, lane: Int32):
         """Store the new key and value in the pool, by one warp; nowhere if the page is not in the pool."""
         token = self.new_token
-        for address, new, dim in zip(self.in_pool(token, token + 1), self.new, self.dims):
+        for address, new, dim in zip(self._in_pool(self._find(token, token + 1)), self.new, self.dims):
             chunk = Int64(lane * CHUNK_BYTES)
             if token >= 0 and address != Int64(NOWHERE) and lane < dim // CHUNK_ELEMS:
                 words = CHUNK_BYTES // 4

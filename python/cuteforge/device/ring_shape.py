@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cuteforge.device.swizzled_rows import CHUNK_ELEMS, SwizzledRows
 
 WARP = 32
+LINE_CHUNKS = 8  # of 128 bytes
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class RingShape:
 
     @property
     def lanes_per_row(self) -> int:
-        """Lanes that copy one row together: all busy where the number of chunks allows."""
-        common = math.gcd(self.head_dim // CHUNK_ELEMS, self.v_dim // CHUNK_ELEMS, WARP)
-        return common if common >= 4 else 8
+        """Lanes that copy one row together: all busy where the number of chunks allows, a line at a time, so that an address is found once for all
+        lines of a row."""
+        return 4 if math.gcd(self.head_dim // CHUNK_ELEMS, self.v_dim // CHUNK_ELEMS, LINE_CHUNKS) == 4 else LINE_CHUNKS
 
     @property
     def rows_per_warp(self) -> int:

@@ -9,7 +9,8 @@ from cuteforge.device.copy import cp_async
 from cuteforge.device.kv_source import NOWHERE, shuffle_address
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm90 import swizzled_offset
-from cuteforge.device.ring_shape import WARP
+from cuteforge.device.panels import PANEL_COLS, ROW_BYTES
+from cuteforge.device.ring_shape import LINE_CHUNKS, WARP
 from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
@@ -22,11 +23,11 @@ class RowCopier(TraceConstant):
     """
 
     def __init__(self, dims: tuple, num_warps: int, warp, lane):
-        common = math.gcd(*(dim // CHUNK_ELEMS for dim in dims), WARP)
-        self.lanes = common if common >= 4 else 8
+        self.lanes = 4 if math.gcd(*(dim // CHUNK_ELEMS for dim in dims), LINE_CHUNKS) == 4 else LINE_CHUNKS
         self.rows_per_warp = WARP // self.lanes
         self.rows_per_round = self.rows_per_warp * num_warps
         self.num_warps, self.warp, self.lane = num_warps, warp, lane
+        self.first_row, self.chunk = warp * self.rows_per_warp + lane // self.lanes, lane % self.lanes
 
     @property
     def rows_at_once(self) -> int:
@@ -34,10 +35,10 @@ class RowCopier(TraceConstant):
         return self.num_warps * WARP
 
     def look_up(self, source, first, num_rows: int, end):
-        """What `source.lookup` says of one of the warp's rows, a row for each lane; of those past `num_rows` that they are not there."""
+        """What `source.look_up` says of one of the warp's rows, a row for each lane; of those past `num_rows` that they are not there."""
         turn, place = self.lane // self.rows_per_warp, self.lane % self.rows_per_warp
         row = turn * self.rows_per_round + self.warp * self.rows_per_warp + place
-        return source.lookup(first + row, select(row < num_rows, end, Int32(0)))
+        return source.look_up(first + row, select(row < num_rows, end, Int32(0)))
 
     @cute.jit
     def copy(self, target: Int32, pitch_rows: int, first: int, num_rows: int, dim: int, found):
@@ -47,16 +48,41 @@ class RowCopier(TraceConstant):
         Args:
             target: a matrix of `pitch_rows` rows, of which `first` is the first one that is copied.
         """
+        turns = -(-num_rows // self.rows_per_round)
+        if cutlass.const_expr(num_rows % self.rows_per_round == self.rows_per_round % 8 == dim % PANEL_COLS == 0):
+            is_there = (found != Int64(NOWHERE)) | (self.lane >= turns * self.rows_per_warp)
+            if cute.arch.vote_all_sync(is_there):
+                self._copy_whole(target, pitch_rows, first, turns, dim, found)
+            else:
+                self._copy_any(target, pitch_rows, first, num_rows, dim, found)
+        else:
+            self._copy_any(target, pitch_rows, first, num_rows, dim, found)
+
+    def _copy_whole(self, target, pitch_rows: int, first: int, turns: int, dim: int, found) -> None:
+        """All rows are there, their lines whole, and a lane's chunks all exchanged alike: a few instructions a line, for four warps have to keep a
+        whole SM in keys and values (H200, pages: 362 TFLOP/s without this)."""
+        place = target + swizzled_offset(first + self.first_row, self.chunk, pitch_rows)
+        for turn in range(turns):
+            source = self._address(found, turn) + Int64(self.chunk * CHUNK_BYTES)
+            for panel in range(dim // PANEL_COLS):
+                row_bytes = (turn * self.rows_per_round + panel * pitch_rows) * ROW_BYTES
+                cp_async(place + row_bytes, source + panel * ROW_BYTES, CHUNK_BYTES)
+
+    def _address(self, found, turn):
+        """Of this lane's row of a turn, from the lane that looked it up."""
+        return shuffle_address(found, turn * self.rows_per_warp + self.lane // self.lanes)
+
+    @cute.jit
+    def _copy_any(self, target: Int32, pitch_rows: int, first: int, num_rows: int, dim: int, found):
         chunks, padded = dim // CHUNK_ELEMS, -(-dim // 16) * 2
-        first_row, chunk = self.warp * self.rows_per_warp + self.lane // self.lanes, self.lane % self.lanes
         # the copying warps have few registers
-        for turn in cutlass.range(-(-num_rows // self.rows_per_round), unroll=2 if padded <= self.lanes else 1):
-            row = first_row + turn * self.rows_per_round
-            address = shuffle_address(found, turn * self.rows_per_warp + self.lane // self.lanes)
+        for turn in cutlass.range(-(-num_rows // self.rows_per_round), unroll=1):
+            row = self.first_row + turn * self.rows_per_round
+            address = self._address(found, turn)
             exists = address != Int64(NOWHERE)
             if row < num_rows:
                 for start in cutlass.range_constexpr(0, padded, self.lanes):
-                    column = chunk + start
+                    column = self.chunk + start
                     place = target + swizzled_offset(first + row, column, pitch_rows)
                     source = address + Int64(column * CHUNK_BYTES)
                     if cutlass.const_expr(start + self.lanes <= chunks):

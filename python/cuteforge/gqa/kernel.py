@@ -206,12 +206,12 @@ class Attention(Entry):
         """Go through the group's tiles, the copies `num_stages - 1` tiles ahead and the look-ups one tile further."""
         tile, num_stages = self.traits.tile, self.traits.tile.num_stages
         step = tile.key_warps
-        found = ring.lookup(begin)
+        found = [ring.look_up(begin + ahead * step) for ahead in range(num_stages)]
         for ahead in cutlass.range_constexpr(num_stages - 1):
             if ahead < count:
-                ring.issue(begin + ahead * step, Int32(ahead), found)
+                ring.issue(begin + ahead * step, Int32(ahead), found[ahead])
             cute.arch.cp_async_commit_group()
-            found = ring.lookup(begin + (ahead + 1) * step)
+        found = found[num_stages - 1]
         # after the copies: their wait is not behind that of the queries
         queries = load_queries(unit, rows, first_row, scale, query_address, lane)
         mask, cap = ScoreMask(unit, rows, lane), ScoreCap(scale, unit.ops.softcap)
@@ -222,7 +222,7 @@ class Attention(Entry):
             if ahead < count:
                 ring.issue(begin + ahead * step, ring.stage_of(ahead), found)
             cute.arch.cp_async_commit_group()
-            found = ring.lookup(begin + (ahead + 1) * step)
+            found = ring.look_up(begin + (ahead + 1) * step)
             self._attend_tile(
                 ring, mask, cap, queries, softmax, rO, rWeight, begin + turn * step, ring.stage_of(turn), lane
             )

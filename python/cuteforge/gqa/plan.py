@@ -51,7 +51,7 @@ def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
     elif turns <= MAX_WHOLE_TURNS and counts.units <= max_ctas:
         pieces = Int32(1)
         teams = units
-    return cutlass.max(teams, 1), pieces, fast_divisor(turns), cluster
+    return teams, pieces, fast_divisor(turns), cluster
 
 
 @cute.jit
@@ -66,7 +66,8 @@ def _even_teams(counts: Counts, units: Int32, turns: Int32, room: Int32, max_cta
             teams = candidate
             least_idle = idle
     most_turns = Int64(units) * Int64(turns)
-    return cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20))))
+    # the workspace of many heads may have no room for one: then a team goes through the whole line, and leaves nothing there
+    return cutlass.max(cutlass.min(cutlass.min(teams, room), Int32(cutlass.min(most_turns, Int64(1 << 20)))), 1)
 
 
 def _share_cost(counts: Counts, units, turns, teams, max_ctas):

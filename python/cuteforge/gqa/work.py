@@ -102,9 +102,15 @@ class Counts(TraceConstant):
     def by_set(self):
         return self.by[4]
 
+    @property
+    def by_page(self):
+        """By the tokens of a page; None for pages of one."""
+        return self.by[5] if self.traits.problem.keys == "pages" else None
+
     def divisors(self) -> tuple:
         """`by`, prepared by the host."""
-        sizes = self.group, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles
+        page_sizes = (self.ops.mK.shape[1],) if self.traits.problem.keys == "pages" else ()
+        sizes = self.group, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles, *page_sizes
         return tuple(map(fast_divisor, sizes))
 
     def most_keys(self):
@@ -270,7 +276,7 @@ class Unit(TraceConstant):
         if problem.appends:
             new = tuple(row_address(m, (self.batch, self.head)) for m in (ops.mNewK, ops.mNewV))
             new_token = self.k_len - 1
-        return PagedKV(ops.mK, ops.mV, ops.mTable, self.table_row(), self.head, new, new_token)
+        return PagedKV(ops.mK, ops.mV, ops.mTable, self.table_row(), self.head, self.counts.by_page, new, new_token)
 
     def token_and_head(self, row):
         """(query token within the request, query head) of a packed row."""

@@ -91,3 +91,9 @@ def test_without_clusters_units_are_shared_or_whole(capfd):
 def test_more_units_than_fit_32_bits_times_a_cluster_make_no_clusters(capfd):
     """2**29 units in clusters of 8 would be none, modulo 2**32."""
     assert planned(capfd, 2**26, 8, 64)[1][1] == 1
+
+
+def test_a_workspace_without_room_for_the_heads_makes_one_team(capfd):
+    """No team at all was a division by zero, which ends the process."""
+    assert planned(capfd, 1, 70_001, 2, facts=PAGED)[0] == 1
+    assert planned(capfd, 1, 70_001, 1 << 20)[0] >= 1

@@ -89,9 +89,10 @@ class Loads(TraceConstant):
             found = copier.look_up(source, first * tile_n, tile_n, unit.k_len)
             for tile in cutlass.range(first, end, unroll=1):
                 after = copier.look_up(source, (tile + 1) * tile_n, tile_n, unit.k_len)
+                addresses = source.addresses(found)
                 for which in cutlass.range_constexpr(len(tokens)):
                     tokens[which].wait_free(stage, parity)
-                    copier.copy(tokens[which].address(stage), tile_n, 0, tile_n, self.dims[which], found[which])
+                    copier.copy(tokens[which].address(stage), tile_n, 0, tile_n, self.dims[which], addresses[which])
                     tokens[which].fill_when_copied(stage)
                 found = after
                 stage, parity = tokens[KEYS].next(stage, parity)
@@ -146,7 +147,7 @@ class QueryRows(TraceConstant):
         self.unit = unit
 
     @cute.jit
-    def lookup(self, row: Int32, end: Int32):
+    def look_up(self, row: Int32, end: Int32):
         """Byte address of a row, NOWHERE if it is not before `end`."""
         address = Int64(NOWHERE)
         if row < end:

@@ -8,8 +8,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-# About half a second on a 2 GHz clock: long enough that work which does not wait for it is seen to be wrong.
-SLEEP_CYCLES = 1_000_000_000
+# About two seconds on a 2 GHz clock: long enough that work which does not wait for it is seen to be wrong, where many processes share the GPU too.
+SLEEP_CYCLES = 4_000_000_000
 
 _Results = TypeVar("_Results")
 
@@ -20,6 +20,11 @@ def require_free_memory(gib: int, device) -> None:
     free = torch.cuda.mem_get_info(device)[0] / 2**30
     if free < gib:
         pytest.skip(f"needs {gib} GiB of free GPU memory, has {free:.0f}")
+
+
+def moved(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """A copy on another GPU, by way of the host: not every machine lets its GPUs reach each other's memory."""
+    return tensor.cpu().to(torch.device("cuda", index))
 
 
 def captured(call: Callable[[], _Results], device) -> _Results:

@@ -158,7 +158,7 @@ def test_rt_1_operands_on_two_gpus_are_refused_by_name(kind, device):
     x = attn.draw(attn.MAIN, 3, 2, 100, device=torch.device("cuda", 0))
     for name in ("k", "v", "seqlens_k"):
         with pytest.raises(ContractError, match=rf"^{name}\b.*cuda:0.*cuda:1"):
-            attn.wrapped(kind, x.with_(**{name: getattr(x, name).to("cuda:1")}))
+            attn.wrapped(kind, x.with_(**{name: gpu.moved(getattr(x, name), 1)}))
 
 
 @kinds

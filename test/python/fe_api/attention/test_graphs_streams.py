@@ -239,6 +239,7 @@ def test_no_stream_means_the_current_one(how, device):
 @hows
 def test_handle_zero_is_the_default_stream(how, device):
     """Not the current one: it runs although the current stream is behind a sleep."""
+    load_code(how, device)
     call, side = attn.prepare(kind_of(how), draw(how, device)), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

@@ -19,7 +19,7 @@ from cuteforge import (
 from cuteforge.csa.compressor import reference
 from helpers import budget, csa, process
 from helpers.canary import Canary, padded_copy
-from helpers.gpu import captured
+from helpers.gpu import captured, moved
 from helpers.packs import Pack, offsets
 
 D = csa.ONE_WINDOW.d
@@ -121,7 +121,7 @@ def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
     out = Canary.like(x.grad_out)
     op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
     with pytest.raises(ContractError, match=r"^score\b.*cuda:0.*cuda:1"):
-        op.execute(x.kv, x.score.to("cuda:1"), *x.tensors[2:], out.tensor)
+        op.execute(x.kv, moved(x.score, 1), *x.tensors[2:], out.tensor)
     with pytest.raises(ContractError, match=r"^stream\b"):
         op.execute(*x.tensors, out.tensor, stream=torch.cuda.Stream(torch.device("cuda", 1)))
     torch.cuda.synchronize()

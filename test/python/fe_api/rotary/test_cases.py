@@ -143,9 +143,9 @@ def test_rt_1_operands_of_a_gpu_that_is_not_current(device):
 def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
     x = rotary.draw(rotary.HALVES, rotary.TWO_PACKED, torch.device("cuda", 0))
     with pytest.raises(ContractError, match=r"^k\b.*cuda:0.*cuda:1"):
-        rotary_qk_wrapper(x.x, x.k.to("cuda:1"), **x.lookup)
+        rotary_qk_wrapper(x.x, gpu.moved(x.k, 1), **x.lookup)
     with pytest.raises(ContractError, match=r"^positions\b.*cuda:0.*cuda:1"):
-        rotary_wrapper(x.x, **{**x.lookup, "positions": x.positions.to("cuda:1")})
+        rotary_wrapper(x.x, **{**x.lookup, "positions": gpu.moved(x.positions, 1)})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "cos", "sin", "positions", "freqs_cis"])

@@ -9,20 +9,22 @@ from torch._dynamo import assume_constant_result
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge.backends import registry
-from cuteforge.backends.interface import AttentionBackend, Request, check_operands, find_fwd
+from cuteforge.backends.interface import AttentionBackend, Request, check_operands, find_fwd, refusal_of
 from cuteforge.backends.selection import Decision, Policy, constants, derivative_of, dtype_named
+from cuteforge.errors import ContractError
+from cuteforge.gqa.options import UNLIMITED, Window, checked_softcap, checked_window
 
 if TYPE_CHECKING:
     from cuteforge.backends.kv_cache import KVCache
 
-_policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for)
+_policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for, refusal_of)
 registry.on_change(_policy.forget)
 
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
     attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: Any = None, *,
-    scale: float | None = None,
+    scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.
 
@@ -41,6 +43,10 @@ def attention(
         backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them: that one, or an error. None: the one of
             `attn_backend`, else of CUTEFORGE_BACKEND, else the first by priority that serves the call.
         scale: of the scores, any finite number; None is ``D**-0.5``.
+        window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
+            `is_causal` right is 0. AND with the mask.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
+        sinks: ``(Hq,)`` of a floating dtype, one more logit of each query head, not scaled, that joins the denominators and has no value.
 
     Returns:
         ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0. Calls that need a gradient are
@@ -52,22 +58,36 @@ def attention(
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: no backend serves the call, or not the one that was asked for; lists the refusals. Nothing was launched.
     """
+    options = _options(window, softcap, sinks)
     if is_dynamo_compiling():
-        chosen, fwd = _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, backend)
+        chosen, fwd = _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend)
     else:
-        request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd)
+        request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
         chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
-    return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale)
+    return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, **options)
 
 
 def explain_attention(
-    q, k, v, kv_cache=None, layer_id=0, attn_mask=None, is_causal=False, fwd=None, backend=None, *, scale=None
-) -> Decision:
+    q, k, v, kv_cache=None, layer_id=0, attn_mask=None, is_causal=False, fwd=None, backend=None, *, scale=None,
+    window=None, softcap=None, sinks=None,
+) -> Decision:  # fmt: skip
     """What `attention` would do with these arguments; see `explain`."""
-    return _policy.decide(_facts(q, k, v, kv_cache, attn_mask, is_causal, fwd), backend)
+    options = _options(window, softcap, sinks)
+    return _policy.decide(_facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options), backend)
 
 
-def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd) -> Request:
+def _options(window, softcap, sinks) -> dict[str, Any]:
+    """Those of the three that change anything, checked."""
+    if window is None and softcap is None and sinks is None:
+        return {}
+    window, softcap = checked_window(window), checked_softcap(softcap)
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise ContractError(f"sinks: wanted a torch.Tensor, got {type(sinks).__name__}")
+    given = {"window": None if window == UNLIMITED else window, "softcap": softcap, "sinks": sinks}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options) -> Request:
     """The facts of a call, 1.5 us."""
     try:
         q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
@@ -76,18 +96,23 @@ def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd) -> Request:
             check_operands(q, k, v, kv_cache)
         return Request(
             q.device, q.dtype, q_shape[-1], v_shape[-1], q_shape[-2], k_shape[-2], find_fwd(q, kv_cache, fwd),
-            kv_cache is not None, attn_mask is not None, bool(is_causal), derivative_of(q, k, v),
+            kv_cache is not None, attn_mask is not None, bool(is_causal), _derivative_of(q, k, v, options), tuple(options),
         )  # fmt: skip
     except AttributeError:
         check_operands(q, k, v, kv_cache)
         raise
 
 
-def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, backend) -> tuple[AttentionBackend, str]:
+def _derivative_of(q, k, v, options) -> str | None:
+    sinks = options.get("sinks")
+    return derivative_of(q, k, v) if sinks is None else derivative_of(q, k, v, sinks)
+
+
+def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend) -> tuple[AttentionBackend, str]:
     """The backend and `fwd` of a call that torch.compile traces: chosen once for a graph."""
     if isinstance(backend, AttentionBackend):
         return backend, find_fwd(q, kv_cache, fwd)
-    facts = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd)
+    facts = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
     sizes = constants(facts.head_dim, facts.v_dim, facts.num_heads, facts.num_kv_heads)
     device, dtype = str(facts.device), str(facts.dtype)
     name = _name_traced(device, dtype, sizes, *facts[6:], backend)

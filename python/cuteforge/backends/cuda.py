@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from cuteforge.api_base import APIBase
-from cuteforge.backends.interface import DECODE, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, packed
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.gqa import (
     GQADecode,
@@ -29,25 +30,26 @@ class CudaBackend(AttentionBackend):
 
     name = "cuda"
     priority = 100
+    options = OPTIONS
 
     def refuse(self, request: Request) -> str | None:
         return "; ".join(_refusals(request)) or None
 
-    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
+        options = _as_wrappers_take(options) | {"mask": attn_mask, "softmax_scale": scale}
         if kv_cache is None:
             # One query token sees all keys either way: no second kernel for it.
-            options = {"mask": attn_mask, "causal": is_causal and q.shape[1] > 1, "softmax_scale": scale}
-            return gqa_decode_wrapper(q, k, v, **options)["out"]
+            return gqa_decode_wrapper(q, k, v, causal=is_causal and q.shape[1] > 1, **options)["out"]
         batch = bound_batch(kv_cache)
         rows, new_k, new_v = packed(q, k, v)
         lengths = {"seqlens_k": batch.seqlens_k, "page_table_rows": batch.page_table_rows}
         new = {"new_k": new_k, "new_v": new_v}
         pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
-        out = paged_gqa_decode_wrapper(rows, *pools, **lengths, **new, mask=attn_mask, softmax_scale=scale)["out"]
+        out = paged_gqa_decode_wrapper(rows, *pools, **lengths, **new, **options)["out"]
         return out if q.dim() == 3 else out.unsqueeze(1)
 
-    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
-        options = {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}
+    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
+        options = _as_wrappers_take(options) | {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}
         if kv_cache is None:
             return gqa_prefill_wrapper(q, k, v, **options)["out"]
         batch = bound_batch(kv_cache)
@@ -57,6 +59,12 @@ class CudaBackend(AttentionBackend):
         pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
         out = paged_gqa_prefill_wrapper(rows, *pools, batch.cu_seqlens_q, **lengths, **options)["out"]
         return out if q.dim() == 3 else out.unsqueeze(1)
+
+
+def _as_wrappers_take(options: dict[str, Any]) -> dict[str, Any]:
+    """The kernels read sinks in fp32; models keep them in the dtype of their weights."""
+    sinks = options.get("sinks")
+    return options if sinks is None or not sinks.is_floating_point() else options | {"sinks": sinks.float()}
 
 
 def _refusals(request: Request) -> Iterator[str]:
@@ -72,6 +80,8 @@ def _sample_op(request: Request, spec: Spec) -> APIBase:
     q, out = spec(*queries, request.head_dim, dtype=dtype), spec(*queries, request.v_dim, dtype=dtype)
     k, v = spec(*keys, request.head_dim, dtype=dtype), spec(*keys, request.v_dim, dtype=dtype)
     options = {"mask": spec(1, 1, dtype="bool") if request.has_mask else None, "causal": request.is_causal}
+    samples = {"window": (0, 0), "softcap": 1.0, "sinks": spec(request.num_heads, dtype="float32")}
+    options |= {name: samples[name] for name in request.options}
     is_decode = request.fwd == DECODE
     if not request.is_cached:
         return (GQADecode if is_decode else GQAPrefill)(q, k, v, out, **options)

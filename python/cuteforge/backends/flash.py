@@ -28,7 +28,7 @@ class _Library:
 
 
 class FlashAttnBackend(AttentionBackend):
-    """flash-attn: bf16 and fp16 on CUDA, no masks; has gradients without a cache. Over a cache version 4 only."""
+    """flash-attn: bf16 and fp16 on CUDA, no masks and no options; has gradients without a cache. Over a cache version 4 only."""
 
     name = "flash"
     priority = 50

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cuteforge.backends.kv_cache import Batch, KVCache
 
 DECODE, PREFILL = "decode", "prefill"
+# What a call may ask for beyond plain attention, by the name of the argument.
+OPTIONS = ("window", "softcap", "sinks")
 
 
 class Request(NamedTuple):
@@ -24,6 +26,7 @@ class Request(NamedTuple):
         fwd: ``"decode"`` or ``"prefill"``.
         is_cached: over a KVCache.
         derivative: as `selection.derivative_of`.
+        options: those of `OPTIONS` that the call has.
     """
 
     device: torch.device
@@ -37,6 +40,7 @@ class Request(NamedTuple):
     has_mask: bool
     is_causal: bool
     derivative: str | None
+    options: tuple[str, ...] = ()
 
 
 class AttentionBackend(ABC):
@@ -46,10 +50,13 @@ class AttentionBackend(ABC):
         name: what users ask for it by.
         priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0 (torch_native, which serves
             everything): one below 0 serves only where it is asked for.
+        options: those of `OPTIONS` that it takes, as keyword arguments, which come only with calls that have them. A backend without them is
+            never asked for such a call.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = -1
+    options: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
@@ -58,24 +65,31 @@ class AttentionBackend(ABC):
     @abstractmethod
     def fwd_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
-        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of a few query tokens; arguments and result as of `attention`. Stores k and v in the cache, if there is one."""
 
     @abstractmethod
     def fwd_prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
-        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+        attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """As `fwd_decode`, of many query tokens."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
-        attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None,
+        attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """`fwd_decode` or `fwd_prefill`, as `fwd` says, or the number of query tokens; see `find_fwd`."""
         run = self.fwd_decode if find_fwd(q, kv_cache, fwd) == DECODE else self.fwd_prefill
-        return run(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+        return run(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
+
+
+def refusal_of(backend: AttentionBackend, request: Request) -> str | None:
+    """Why a backend does not serve calls with these facts, or None."""
+    if missing := [option for option in request.options if option not in backend.options]:
+        return f"takes no {' and no '.join(missing)}"
+    return backend.refuse(request)
 
 
 def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:

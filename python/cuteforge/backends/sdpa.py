@@ -9,27 +9,32 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from cuteforge.gqa.options import UNLIMITED, Window
+
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None,
+    softcap: float | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key gives 0, and no gradient.
 
     Args:
         is_causal: query i sees key j iff ``j <= i + S - L``.
         scale: None is ``D**-0.5``; any finite number.
+        softcap, sinks: as of `attention`; with either all scores are held at once.
     """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, keep, is_causal, scale)
+            return attend(q, k, v, keep, is_causal, scale, softcap, sinks)
     length, num_keys = q.shape[1], k.shape[1]
     q, scale = positive_scale(q, scale)
     # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its fused kernels know it.
     is_causal = is_causal and length > 1
+    if softcap or sinks is not None:
+        return _attend_by_scores(q, k, v, _cut(keep, is_causal, length, num_keys, q.device), scale, softcap, sinks)
     is_square = is_causal and keep is None and length == num_keys
-    if is_causal and not is_square:
-        corner = corner_mask(length, num_keys, q.device)
-        keep = corner if keep is None else keep & corner
+    if not is_square:
+        keep = _cut(keep, is_causal, length, num_keys, q.device)
     groups = q.shape[2] // k.shape[2]
     if keep is not None and groups > 1:
         # The fused kernels that take masks know no groups, and without them all scores are held at once.
@@ -44,6 +49,44 @@ def attend(
     return out.masked_fill(is_empty, 0).transpose(1, 2)
 
 
+def _attend_by_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, scale: float | None, softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """As `attend`, where torch's function has no such thing: all scores are held at once, in fp32 at least.
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``(Hq,)`` logits without values.
+    """
+    dtype, (batch, length, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
+    kv_heads = k.shape[2]
+    grouped = q.to(dtype).view(batch, length, kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("blhgd,bshd->bhgls", grouped, k.to(dtype)).flatten(1, 2)
+    scores = scores * (dim**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_empty = None
+    if keep is not None:
+        is_empty = ~keep.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(keep | is_empty), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[1]]
+    if is_empty is not None:
+        weights = weights.masked_fill(is_empty, 0)
+    weights = weights.unflatten(1, (kv_heads, -1))
+    return torch.einsum("bhgls,bshd->blhgd", weights, v.to(dtype)).flatten(2, 3).to(q.dtype)
+
+
+def _cut(keep, is_causal: bool, length: int, num_keys: int, device) -> torch.Tensor | None:
+    """`keep` with the causal corner."""
+    if not is_causal:
+        return keep
+    corner = corner_mask(length, num_keys, device)
+    return corner if keep is None else keep & corner
+
+
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
     """The same scores with a scale of 0 or more: some kernels take the maximum of a row before they scale."""
     return (-q, -scale) if scale is not None and scale < 0 else (q, scale)
@@ -51,8 +94,22 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
 
 def corner_mask(length: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """`keep` of a causal mask aligned at the last query and the last key, ``(1, 1, L, S)``."""
-    query = torch.arange(length, device=device).unsqueeze(1) + (num_keys - length)
-    return (torch.arange(num_keys, device=device) <= query)[None, None]
+    return window_mask(length, num_keys, (None, 0), device)
+
+
+def window_mask(length: int, num_keys: int, window: Window, device: torch.device) -> torch.Tensor:
+    """`keep` of a window around the place of each query, ``(1, 1, L, S)``; the last query is at the last key."""
+    place = torch.arange(length, device=device) + (num_keys - length)
+    return _inside(torch.arange(num_keys, device=device), place.unsqueeze(1), window)[None, None]
+
+
+def _inside(key: torch.Tensor, place: torch.Tensor, window: Window) -> torch.Tensor:
+    """Whether keys are in the window around places; True where it has no limit."""
+    left, right = window
+    inside = torch.ones_like(key - place, dtype=torch.bool)
+    if left is not None:
+        inside = inside & (key >= place - left)
+    return inside if right is None else inside & (key <= place + right)
 
 
 def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
@@ -61,20 +118,20 @@ def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
 
 
 def ragged_keep(
-    lens_q: torch.Tensor, lens_k: torch.Tensor, length: int, num_keys: int, mask: torch.Tensor | None, is_causal: bool
+    lens_q: torch.Tensor, lens_k: torch.Tensor, length: int, num_keys: int, mask: torch.Tensor | None, window: Window
 ) -> torch.Tensor:
     """`keep` of requests of different lengths, padded to `length` query tokens and `num_keys` keys.
 
     Args:
-        lens_q, lens_k: ``(B,)``; the causal corner is at the last of both.
+        lens_q, lens_k: ``(B,)``; the last query is at the last key.
+        window: around the place of each query.
         mask: as of `attention`; rows and columns that it lacks count as masked.
     """
     key = torch.arange(num_keys, device=lens_k.device)
     keep = (key < lens_k[:, None])[:, None, None]
-    if is_causal:
-        query = torch.arange(length, device=lens_k.device)
-        last = query + (lens_k - lens_q)[:, None]
-        keep = keep & (key <= last[..., None])[:, None]
+    if window != UNLIMITED:
+        place = torch.arange(length, device=lens_k.device) + (lens_k - lens_q)[:, None]
+        keep = keep & _inside(key, place[..., None], window)[:, None]
     if mask is None:
         return keep
     mask = with_four_dims(mask)

@@ -81,10 +81,17 @@ class Policy:
         name: of the function.
         candidates: them, in the order of their priority.
         wish_for: the argument `backend` of a call -> what is wanted here and now.
+        refusal_of: (candidate, facts of a call) -> why it is not served, or None.
     """
 
-    def __init__(self, name: str, candidates: Callable[[], Iterable[Any]], wish_for: Callable[[Any], Wish]) -> None:
-        self._name, self._candidates, self._wish_for = name, candidates, wish_for
+    def __init__(
+        self,
+        name: str,
+        candidates: Callable[[], Iterable[Any]],
+        wish_for: Callable[[Any], Wish],
+        refusal_of: Callable[[Any, Any], str | None] = lambda candidate, request: candidate.refuse(request),
+    ) -> None:
+        self._name, self._candidates, self._wish_for, self._refusal_of = name, candidates, wish_for, refusal_of
         # (facts of a call, what was asked for, environment) -> the candidate that serves it.
         self._chosen: dict[tuple, Any] = {}
         self.forget = self._chosen.clear
@@ -108,7 +115,7 @@ class Policy:
             raise
 
     def _choose(self, key: tuple) -> Any:
-        chosen = _first_that_serves(self._name, self._candidates(), key[0], self._wish_for(key[1]))
+        chosen = self._first_that_serves(key[0], self._wish_for(key[1]))
         if len(self._chosen) >= _MAX_CHOICES:
             self._chosen.clear()
         self._chosen[key] = chosen
@@ -118,21 +125,20 @@ class Policy:
         """As `choose`, but asks every candidate and returns what they say."""
         wish = self._wish_for(backend)
         ordered = _in_order(self._candidates(), wish)
-        verdicts = tuple(Verdict(candidate.name, candidate.refuse(request)) for candidate in ordered)
+        verdicts = tuple(Verdict(candidate.name, self._refusal_of(candidate, request)) for candidate in ordered)
         eligible = verdicts[:1] if wish.source in STRICT else verdicts
         chosen = next((v.name for v in eligible if v.refusal is None), None)
         return Decision(self._name, chosen, wish.source, verdicts)
 
-
-def _first_that_serves(function: str, candidates: Iterable[Any], request: Any, wish: Wish) -> Any:
-    refusals = []
-    for candidate in [wish.candidate] if wish.source in STRICT else _in_order(candidates, wish):
-        refusal = candidate.refuse(request)
-        if refusal is None:
-            return candidate
-        refusals.append(f"{candidate.name}: {refusal}")
-    asked = f", asked for by {wish.source}" if wish.source in STRICT else ""
-    raise UnsupportedError(f"{function}: no backend serves this call{asked}: {'. '.join(refusals)}")
+    def _first_that_serves(self, request: Any, wish: Wish) -> Any:
+        refusals, candidates = [], self._candidates()
+        for candidate in [wish.candidate] if wish.source in STRICT else _in_order(candidates, wish):
+            refusal = self._refusal_of(candidate, request)
+            if refusal is None:
+                return candidate
+            refusals.append(f"{candidate.name}: {refusal}")
+        asked = f", asked for by {wish.source}" if wish.source in STRICT else ""
+        raise UnsupportedError(f"{self._name}: no backend serves this call{asked}: {'. '.join(refusals)}")
 
 
 def _in_order(candidates: Iterable[Any], wish: Wish) -> Sequence[Any]:

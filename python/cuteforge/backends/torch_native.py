@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from cuteforge.backends import sdpa
-from cuteforge.backends.interface import AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.interface import OPTIONS, AttentionBackend, Request, bound_batch, packed
 from cuteforge.errors import ContractError
+from cuteforge.gqa.options import UNLIMITED
 from cuteforge.runtime.streams import is_capturing
 
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
@@ -25,31 +26,39 @@ class TorchNativeBackend(AttentionBackend):
 
     name = "torch_native"
     priority = 0
+    options = OPTIONS
 
     def refuse(self, request: Request) -> str | None:
         if request.is_cached and request.derivative is not None:
             return "a cache keeps no graph, and q, k or v is differentiated: call it under torch.no_grad()"
         return None
 
-    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
-        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
+        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
 
-    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
-        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
+        return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
 
-    def _attend(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> torch.Tensor:
+    def _attend(
+        self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=UNLIMITED, softcap=None, sinks=None
+    ) -> torch.Tensor:
         _check_scale(scale)
-        if kv_cache is None:
-            _check_dense(q, k, v)
-            keep = None
-            if attn_mask is not None:
-                _check_mask(attn_mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
-                keep = sdpa.with_four_dims(attn_mask)
-            return sdpa.attend(q, k, v, keep, is_causal, scale)
-        return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+        _check_sinks(sinks, q)
+        if kv_cache is not None:
+            window = (window[0], 0) if is_causal else window
+            return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks)
+        _check_dense(q, k, v)
+        keep = None
+        if attn_mask is not None:
+            _check_mask(attn_mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
+            keep = sdpa.with_four_dims(attn_mask)
+        if window != UNLIMITED:
+            inside = sdpa.window_mask(q.shape[1], k.shape[1], window, q.device)
+            keep = inside if keep is None else keep & inside
+        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks)
 
 
-def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> torch.Tensor:
+def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks) -> torch.Tensor:
     batch = bound_batch(kv_cache)
     rows, new_k, new_v = packed(q, k, v)
     pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id)
@@ -62,10 +71,10 @@ def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> 
     num_keys = _padded_length(lens_k, batch.page_table.shape[1] * pools[0].shape[1])
     keys, values = (sdpa.gather_pages(p, batch.page_table, batch.page_table_rows, lens_k, num_keys) for p in pools)
     lens_q = batch.cu_seqlens_q.diff()
-    keep = sdpa.ragged_keep(lens_q, lens_k, batch.max_new, num_keys, attn_mask, is_causal)
+    keep = sdpa.ragged_keep(lens_q, lens_k, batch.max_new, num_keys, attn_mask, window)
     padded, place = sdpa.pad_requests(rows, batch.cu_seqlens_q, batch.max_new)
     # The corner is in `keep`.
-    out = sdpa.attend(padded, keys, values, keep, False, scale)[place]
+    out = sdpa.attend(padded, keys, values, keep, False, scale, softcap, sinks)[place]
     return out if q.dim() == 3 else out.unsqueeze(1)
 
 
@@ -78,6 +87,18 @@ def _padded_length(lens: torch.Tensor, most: int) -> int:
 def _check_scale(scale: Any) -> None:
     if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
         raise ContractError(f"scale: wanted a finite number, got {scale!r}")
+
+
+def _check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+    heads = q.shape[-2]
+    if sinks is None:
+        return
+    if not sinks.is_floating_point():
+        raise ContractError(f"sinks: wanted a floating dtype, got {sinks.dtype}")
+    if tuple(sinks.shape) != (heads,):
+        raise ContractError(f"sinks: wanted shape (Hq,) = ({heads},), got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ContractError(f"sinks: wanted a tensor on {q.device}, got one on {sinks.device}")
 
 
 def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -43,6 +43,24 @@ def test_dense_by_either_backend(device, backend, length, causal, masked):
     check(got, q, k, v, mask=mask, causal=causal)
 
 
+OPTIONS = {"window": (100, None)}, {"softcap": 3.0}, {"sinks": True}, {"window": (20, 5), "softcap": 8.0, "sinks": True}
+
+
+def options_on(device, options, dtype=BF16):
+    sinks = torch.linspace(-2, 2, HEADS, device=device, dtype=dtype)
+    return options | ({"sinks": sinks} if "sinks" in options else {})
+
+
+@pytest.mark.parametrize("backend", ["cuda", "torch_native"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["window", "softcap", "sinks", "all"])
+@pytest.mark.parametrize(("length", "causal"), [(1, True), (3, False), (300, True), (130, False)])
+def test_options_by_either_backend(device, backend, options, length, causal):
+    """Sinks in the dtype of a model's weights too."""
+    q, k, v = big(device, length=length)
+    options = options_on(device, options)
+    check(attention(q, k, v, is_causal=causal, backend=backend, **options), q, k, v, causal=causal, **options)
+
+
 def test_kernels_come_first_and_torch_takes_the_rest(device):
     assert explain(*big(device)).chosen == "cuda"
     for dtype, sizes in ((FP32, {}), (BF16, {"d": 20}), (BF16, {"d": 320})):
@@ -80,7 +98,7 @@ def test_every_kernel_is_available(device):
     assert all(map(is_available, KERNEL_NAMES))
 
 
-def steps(backend, device):
+def steps(backend, device, **options):
     """Results of a prefill in two parts and of three decodes over a poisoned cache, in order."""
     cache = KVCache(1, KV_HEADS, D, num_pages=64, page_size=16, max_requests=4, max_seqlen=300, device=device)
     cache.k_pool(0).fill_(torch.nan)
@@ -96,12 +114,14 @@ def steps(backend, device):
         total = sum(lengths or [1] * 3)
         shapes = ((total, HEADS, D), *[(total, KV_HEADS, D)] * 2)
         q, k, v = (torch.randn(shape, generator=generator).to(device, BF16) for shape in shapes)
-        results.append(attention(q, k, v, cache, is_causal=True, backend=backend))
+        results.append(attention(q, k, v, cache, is_causal=True, backend=backend, **options))
     return results, cache
 
 
-def test_kernels_and_torch_agree_over_a_cache(device):
-    (by_kernel, cache), (by_torch, other) = steps("cuda", device), steps("torch_native", device)
+@pytest.mark.parametrize("options", [{}, *OPTIONS], ids=["plain", "window", "softcap", "sinks", "all"])
+def test_kernels_and_torch_agree_over_a_cache(options, device):
+    options = options_on(device, options)
+    (by_kernel, cache), (by_torch, other) = (steps(name, device, **options) for name in ("cuda", "torch_native"))
     for a, b in zip(by_kernel, by_torch):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     # What both stored is the same to the bit, and where it is not stored it is NaN.

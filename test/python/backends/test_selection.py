@@ -200,6 +200,38 @@ def test_a_registered_class_with_priority_serves_at_once_and_may_refuse():
     assert not is_stub(attention(q, k, v, is_causal=True))
 
 
+def test_a_backend_gets_the_options_that_it_says_it_takes_and_no_other_call_with_options(stub):
+    q, k, v = draw()
+    window, sinks = (2, None), torch.zeros(q.shape[2])
+    attention(q, k, v, softcap=0, window=(None, None), backend="stub")  # none of which changes anything
+    with pytest.raises(UnsupportedError, match="stub: takes no window and no sinks"):
+        attention(q, k, v, window=window, sinks=sinks, backend="stub")
+    assert explain(q, k, v, window=window, backend="stub").verdicts[0].refusal == "takes no window"
+    with restored_registry():
+
+        class Windowed(StubBackend):
+            name = "windowed"
+            options = ("window",)
+
+            def fwd_decode(self, *operands, window=None):
+                self.calls.append(window)
+                return operands[0]
+
+        windowed = register_backend(Windowed())
+        attention(q, k, v, window=window, backend="windowed")
+        assert attention(q, k, v, backend="windowed") is q
+        assert windowed.calls == [window, None]
+        with pytest.raises(UnsupportedError, match="windowed: takes no sinks"):
+            attention(q, k, v, window=window, sinks=sinks, backend="windowed")
+
+
+def test_a_sink_that_requires_grad_needs_a_backend_with_gradients():
+    q, k, v = draw()
+    decision = explain(q, k, v, sinks=torch.zeros(6, requires_grad=True))
+    assert decision.chosen == "torch_native"
+    assert "no derivative" in next(v.refusal for v in decision.verdicts if v.name == "cuda")
+
+
 def test_a_second_registration_takes_the_place_of_the_first(stub):
     q, k, v = draw()
     other = register_backend(StubBackend())

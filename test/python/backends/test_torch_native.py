@@ -73,6 +73,63 @@ def test_any_finite_scale(scale, masked):
     check(attention(q, k, v, attn_mask=mask, scale=scale), q, k, v, mask=mask, softmax_scale=scale)
 
 
+SINKS = torch.tensor([-torch.inf, -3.0, 0.0, 0.5, 2.0, 30.0])
+OPTIONS = {
+    "left": {"window": (2, None)},
+    "both sides": {"window": (1, 2)},
+    "own key": {"window": (0, 0)},
+    "no limit": {"window": (None, None)},
+    "cap": {"softcap": 0.7},
+    "sinks": {"sinks": SINKS},
+    "all": {"window": (3, 1), "softcap": 2.0, "sinks": SINKS},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@each_option
+@pytest.mark.parametrize(("length", "num_keys"), [(1, 7), (7, 7), (9, 4), (4, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_options(options, length, num_keys, causal):
+    q, k, v = draw(length=length, num_keys=num_keys)
+    check(attention(q, k, v, is_causal=causal, **options), q, k, v, causal=causal, **options)
+
+
+@each_option
+def test_options_with_a_mask_a_scale_and_empty_rows(options):
+    q, k, v = draw(dtype=BF16)
+    mask = random_mask(2, 6, 3, 7)
+    mask[0, 1, 2] = False
+    check(attention(q, k, v, attn_mask=mask, scale=-0.4, **options), q, k, v, mask=mask, softmax_scale=-0.4, **options)
+
+
+def test_gradients_of_options_are_those_of_the_oracle():
+    q, k, v = (x.requires_grad_() for x in draw(dtype=torch.float64))
+    sinks = SINKS[1:5].double().requires_grad_()
+    q4 = q[:, :, :4]
+    options = {"window": (4, None), "softcap": 1.5, "sinks": sinks}
+    got = torch.autograd.grad(attention(q4, k, v, **options).square().sum(), (q, k, v, sinks))
+    want = torch.autograd.grad(reference.attend(q4, k, v, **options)[0].square().sum(), (q, k, v, sinks))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"window": 3}, "window: wanted None or"),
+        ({"window": (-1, 0)}, "window: wanted None or"),
+        ({"softcap": -1.0}, "softcap: wanted None or"),
+        ({"sinks": [0.0] * 6}, "sinks: wanted a torch.Tensor, got list"),
+        ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks: wanted a floating dtype, got torch.int32"),
+        ({"sinks": torch.zeros(5)}, r"sinks: wanted shape \(Hq,\) = \(6,\), got \(5,\)"),
+        ({"sinks": torch.zeros(6, device="meta")}, "sinks: wanted a tensor on cpu"),
+    ],
+)
+def test_options_that_disagree_are_refused_by_name(options, match):
+    with pytest.raises(ContractError, match=match):
+        attention(*draw(), **options)
+
+
 def test_narrower_values_strides_and_shared_heads():
     q, k, v = draw(d=24, dv=16)
     check(attention(q, k, v), q, k, v)
@@ -193,12 +250,12 @@ class Model:
             assert out.shape == given[0].shape
             self.check(layer, out.reshape(q.shape), q, lengths, **options)
 
-    def check(self, layer: int, out, q, lengths, attn_mask=None, is_causal=False, **_) -> None:
+    def check(self, layer: int, out, q, lengths, attn_mask=None, is_causal=False, fwd=None, **options) -> None:
         lens_k = [x.shape[1] for x in self.keys[layer]]
         padded = torch.zeros(2, len(lens_k), max(lens_k), KV_HEADS, D, dtype=self.dtype)
         for i, x in enumerate(self.keys[layer]):
             padded[:, i, : x.shape[1]] = x
-        check_packed(out, q, lengths, *padded, lens_k, mask=attn_mask, causal=is_causal)
+        check_packed(out, q, lengths, *padded, lens_k, mask=attn_mask, causal=is_causal, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -210,6 +267,14 @@ def test_prefill_in_parts_and_decode_over_a_poisoned_cache(dtype, page_size):
     model.step([3, 0, 6], is_causal=True)
     for as_batch in (False, True, True):
         model.step([1, 1, 1], decode=True, as_batch=as_batch, is_causal=True)
+
+
+@each_option
+def test_options_over_a_cache(options):
+    model = Model(3)
+    model.step([5, 9, 1], is_causal=True, **options)
+    model.step([3, 0, 6], attn_mask=random_mask(3, 20), **options)
+    model.step([1, 1, 1], decode=True, is_causal=True, **options)
 
 
 def test_decode_bound_batch_may_run_as_prefill_but_not_the_other_way_round():

@@ -18,6 +18,10 @@ from transformers import (
     BertConfig,
     BertModel,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -67,6 +71,24 @@ def mistral() -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**SIZES, **WIDTH, **GROUPS, sliding_window=WINDOW)).eval()
 
 
+def gemma() -> Gemma2ForCausalLM:
+    """Scores capped where it shows, every second layer with a window."""
+    torch.manual_seed(0)
+    options = {"head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.1, "sliding_window": WINDOW}
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, **WIDTH, **GROUPS, **options)).eval()
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """A sink a head, every second layer with a window."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = GptOssConfig(**SIZES, **WIDTH, **GROUPS, **experts, head_dim=16, sliding_window=WINDOW)
+    model = GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 def bart() -> BartForConditionalGeneration:
     torch.manual_seed(0)
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -98,9 +120,9 @@ def assert_states_agree(model, kept, **inputs):
 @pytest.mark.parametrize(
     "mask", [None, RIGHT_PADDED, LEFT_PADDED, torch.ones_like(TOKENS)], ids="none right left full".split()
 )
-@pytest.mark.parametrize("model", [bert, llama, mistral], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("model", [bert, llama, mistral, gemma, gpt_oss], ids=lambda f: f.__name__)
 def test_forward_equals_eager(model, mask):
-    """Encoder, decoder with groups, decoder with a window shorter than the prompt."""
+    """Encoder, decoder with groups, with a window shorter than the prompt, with capped scores, with sinks."""
     assert_states_agree(model(), mask, input_ids=TOKENS, attention_mask=mask)
 
 
@@ -216,7 +238,8 @@ def test_heads_are_views_and_not_repeated(calls):
     ((*heads, options),) = calls
     for got, given in zip(heads, (query, key, value)):
         assert got.data_ptr() == given.data_ptr() and torch.equal(got, given.transpose(1, 2))
-    assert options == {"attn_mask": None, "is_causal": True, "scale": 0.5}
+    plain = {"window": None, "softcap": None, "sinks": None}
+    assert options == {"attn_mask": None, "is_causal": True, "scale": 0.5, **plain}
     assert out.shape == (2, 7, 4, 16) and weights is None
 
 
@@ -271,14 +294,11 @@ def test_keys_past_the_end_of_a_mask_are_masked():
     [
         ("dropout", {"dropout": 0.1}),
         ("output_attentions", {"output_attentions": True}),
-        ("softcap", {"softcap": 30.0}),
         ("position_bias", {"position_bias": torch.zeros(1, 4, 7, 7)}),
-        ("s_aux", {"s_aux": torch.zeros(4)}),
-        ("sinks", {"sinks": torch.zeros(4)}),
         ("indices", {"indices": torch.zeros(1)}),
         ("block_indices", {"block_indices": torch.zeros(1)}),
         ("attention_mask", {"attention_mask": torch.zeros(1, 1, 7, 7)}),
-        ("sliding_window", {"sliding_window": 6}),
+        ("sliding_window", {"sliding_window": 6, "is_causal": False}),
         ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 3, 7])}),
     ],
 )
@@ -287,6 +307,15 @@ def test_what_would_change_the_result_is_refused_by_name(name, options):
     call = {"attention_mask": None, **options}
     with pytest.raises(UnsupportedError, match=f"^{name}: "):
         adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
+
+
+def test_a_causal_window_needs_no_mask():
+    """7 keys, of which the 6 up to a query's own are seen."""
+    q, k, v = (torch.randn(1, heads, 7, 16) for heads in (4, 2, 2))
+    got, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None, sliding_window=6)
+    inside = torch.ones(7, 7, dtype=torch.bool).tril().triu(-5)
+    want, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, inside[None, None])
+    torch.testing.assert_close(got, want, **FP32)
 
 
 def test_training_with_dropout_is_refused_and_without_is_not():
@@ -315,7 +344,7 @@ def test_another_name_serves():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("mask", [None, LEFT_PADDED], ids=["plain", "padded"])
-@pytest.mark.parametrize("model", [bert, llama, mistral], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("model", [bert, llama, mistral, gemma, gpt_oss], ids=lambda f: f.__name__)
 def test_kernels_serve_every_kind_of_mask(model, mask, device):
     """Against fp32 eager: fp16 through two layers."""
     model = model()

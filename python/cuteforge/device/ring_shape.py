@@ -9,6 +9,12 @@ WARP = 32
 LINE_CHUNKS = 8  # of 128 bytes
 
 
+def lanes_of_row(*dims: int) -> int:
+    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines of a row, but no more than
+    keep all busy."""
+    return 4 if math.gcd(*(dim // CHUNK_ELEMS for dim in dims), LINE_CHUNKS) == 4 else LINE_CHUNKS
+
+
 @dataclass(frozen=True)
 class RingShape:
     """Sizes of a ring. All dims are multiples of 8 elements of 2 bytes."""
@@ -42,9 +48,7 @@ class RingShape:
 
     @property
     def lanes_per_row(self) -> int:
-        """Lanes that copy one row together: all busy where the number of chunks allows, a line at a time, so that an address is found once for all
-        lines of a row."""
-        return 4 if math.gcd(self.head_dim // CHUNK_ELEMS, self.v_dim // CHUNK_ELEMS, LINE_CHUNKS) == 4 else LINE_CHUNKS
+        return lanes_of_row(self.head_dim, self.v_dim)
 
     @property
     def rows_per_warp(self) -> int:

@@ -1,7 +1,5 @@
 """Rows from anywhere to panels in shared memory, by warps: `cp.async` of 16 bytes a lane (sm_90 for the layout of the panels)."""
 
-import math
-
 import cutlass
 from cutlass import Int32, Int64, cute
 
@@ -10,7 +8,7 @@ from cuteforge.device.kv_source import NOWHERE, shuffle_address
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm90 import swizzled_offset
 from cuteforge.device.panels import PANEL_COLS, ROW_BYTES
-from cuteforge.device.ring_shape import LINE_CHUNKS, WARP
+from cuteforge.device.ring_shape import WARP, lanes_of_row
 from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
@@ -23,7 +21,7 @@ class RowCopier(TraceConstant):
     """
 
     def __init__(self, dims: tuple, num_warps: int, warp, lane):
-        self.lanes = 4 if math.gcd(*(dim // CHUNK_ELEMS for dim in dims), LINE_CHUNKS) == 4 else LINE_CHUNKS
+        self.lanes = lanes_of_row(*dims)
         self.rows_per_warp = WARP // self.lanes
         self.rows_per_round = self.rows_per_warp * num_warps
         self.num_warps, self.warp, self.lane = num_warps, warp, lane

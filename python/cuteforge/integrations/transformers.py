@@ -6,18 +6,12 @@ Dims: ``B`` batch, ``L`` query tokens, ``S`` keys, ``Hq`` and ``Hkv`` heads, ``D
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from cuteforge.backends.attention import attention
@@ -62,8 +56,8 @@ def attention_forward(
         attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is all there is; or None.
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
-        options: what else the model passes. ``softcap``, sinks (``s_aux`` or ``sinks``, ``(Hq,)``) and the ``sliding_window`` of a causal layer are
-            served, the last where the mask is none that is all there is; others are refused where they change the result, ignored where not.
+        options: what else the model passes. ``softcap``, sinks (``s_aux`` or ``sinks``, ``(Hq,)``) and, without a mask, the ``sliding_window`` of a
+            causal layer are served; others are refused where they change the result, ignored where not.
 
     Returns:
         ``(B, L, Hq, Dv)``, and None for the weights, which are not kept.
@@ -77,13 +71,9 @@ def attention_forward(
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     q, k, v = (x.transpose(1, 2) for x in _in_autocast_dtype(query, key, value))
-    # a mask of four dims is all there is
-    size = options.get("sliding_window") if attention_mask is None or attention_mask.dim() == 2 else None
-    served = {
-        "window": _window(size, key.shape[2], is_causal),
-        "softcap": options.get("softcap"),
-        "sinks": _sinks(options),
-    }
+    served = {"softcap": options.get("softcap"), "sinks": _sinks(options)}
+    if attention_mask is None:
+        served["window"] = _window(options.get("sliding_window"), key.shape[2], is_causal)
     return attention(q, k, v, attn_mask=attention_mask, is_causal=bool(is_causal), scale=scaling, **served), None
 
 
@@ -94,7 +84,7 @@ def _sinks(options: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _window(size: int | None, num_keys: int, is_causal: bool | None) -> tuple[int, None] | None:
-    """The window of a causal layer, whose size counts the query's own key."""
+    """The window of a causal layer, which counts the query's own key; a mask that is there has it already."""
     if size is None or num_keys <= size:
         return None
     if not is_causal:
@@ -142,17 +132,15 @@ def attention_mask(
 ) -> torch.Tensor | None:  # fmt: skip
     """The mask that all layers of a step share, as `attention_forward` takes it; called by transformers, with its arguments.
 
-    Padding alone stays ``(B, S)``, or ``(B, 1, 1, S)`` without causality, a view of the caller's; so it does with a causal sliding window, whose
-    size layers are told themselves. Any other pattern (chunks, packed sequences, a static cache, a function of the caller's, any window that
-    torch.compile traces) becomes ``(B, 1, L, S)``.
+    Padding alone stays ``(B, S)``, or ``(B, 1, 1, S)`` without causality, a view of the caller's. Any other pattern (sliding window, chunks,
+    packed sequences, a static cache, a function of the caller's) becomes ``(B, 1, L, S)``.
 
     A prefill reads on the host whether there is padding at all, which synchronizes once: without a mask the kernels mask only tiles on the
     diagonal, and torch's fused causal attention serves training. Decode, torch.compile and graph capture read nothing.
     """
     # transformers allows to skip a mask with a window only where nothing else was laid over it.
     is_inside_window = local_size is not None and kv_length < local_size
-    is_plain = mask_function is causal_mask_function or is_inside_window or _is_window(mask_function, local_size)
-    is_causal = allow_is_causal_skip and is_plain
+    is_causal = allow_is_causal_skip and (mask_function is causal_mask_function or is_inside_window)
     is_causal = is_causal and _ends_at_corner(q_length, kv_length, q_offset, kv_offset)
     is_full = allow_is_bidirectional_skip and (mask_function is bidirectional_mask_function or is_inside_window)
     if not (is_causal or is_full):
@@ -162,22 +150,6 @@ def attention_mask(
         )  # fmt: skip
     kept = _kept_keys(attention_mask, kv_length, kv_offset, may_read=q_length > 1)
     return kept if kept is None or is_causal else kept[:, None, None]
-
-
-def _is_window(mask_function: Callable, size: int | None) -> bool:
-    """Whether a mask function is transformers' own causal window of `size`, with nothing laid over it."""
-    if size is None or torch.compiler.is_dynamo_compiling():
-        return False
-    return _anatomy(mask_function) == _anatomy(sliding_window_causal_mask_function(size))
-
-
-def _anatomy(value: Any) -> Any:
-    """What a function does, as something that compares: its code, and what it closes over."""
-    if isinstance(value, tuple):
-        return tuple(map(_anatomy, value))
-    if isinstance(value, FunctionType):
-        return value.__code__, _anatomy(tuple(cell.cell_contents for cell in value.__closure__ or ()))
-    return value if isinstance(value, int) else id(value)
 
 
 def _ends_at_corner(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> bool:

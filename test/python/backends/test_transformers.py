@@ -27,12 +27,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    create_causal_mask,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import create_causal_mask
 
 from cuteforge import ContractError, UnsupportedError, attn_backend
 from cuteforge.integrations import transformers as adapter
@@ -249,41 +244,24 @@ def test_heads_are_views_and_not_repeated(calls):
 
 
 @pytest.mark.parametrize(
-    ("model", "mask", "shape", "is_causal", "windows"),
+    ("model", "mask", "shape", "is_causal"),
     [
-        (llama, None, None, True, {None}),
-        (llama, torch.ones_like(TOKENS), None, True, {None}),
-        (llama, LEFT_PADDED, (3, 7), True, {None}),
-        (bert, None, None, False, {None}),
-        (bert, torch.ones_like(TOKENS), None, False, {None}),
-        (bert, RIGHT_PADDED, (3, 1, 1, 7), False, {None}),
-        (mistral, None, None, True, {(WINDOW - 1, None)}),
-        (mistral, RIGHT_PADDED, (3, 7), True, {(WINDOW - 1, None)}),
-        (gemma, LEFT_PADDED, (3, 7), True, {None, (WINDOW - 1, None)}),
+        (llama, None, None, True),
+        (llama, torch.ones_like(TOKENS), None, True),
+        (llama, LEFT_PADDED, (3, 7), True),
+        (bert, None, None, False),
+        (bert, torch.ones_like(TOKENS), None, False),
+        (bert, RIGHT_PADDED, (3, 1, 1, 7), False),
+        (mistral, RIGHT_PADDED, (3, 1, 7, 7), False),
     ],
 )
-def test_masks_stay_as_small_as_they_can(calls, model, mask, shape, is_causal, windows):
-    """A window of a long prompt is told, not drawn: of 32k tokens a mask has a gigabyte."""
+def test_masks_stay_as_small_as_they_can(calls, model, mask, shape, is_causal):
     model = model()
     model.set_attn_implementation("cuteforge")
     model(TOKENS, attention_mask=mask)
     for *_, options in calls:
         assert (None if options["attn_mask"] is None else tuple(options["attn_mask"].shape)) == shape
         assert options["is_causal"] is is_causal
-    assert {options["window"] for *_, options in calls} == windows
-
-
-@pytest.mark.parametrize(
-    "overlay", [lambda *_: torch.tensor(True), causal_mask_function, sliding_window_causal_mask_function(WINDOW + 1)]
-)
-def test_a_window_with_anything_over_it_is_drawn(overlay):
-    """Whatever it is: another function cannot be told from the window alone by its result."""
-    function = and_masks(sliding_window_causal_mask_function(WINDOW), overlay)
-    for local_size in (WINDOW, WINDOW + 1):
-        mask = adapter.attention_mask(1, 7, 7, mask_function=function, local_size=local_size)
-        assert mask.shape == (1, 1, 7, 7)
-    other = sliding_window_causal_mask_function(WINDOW - 1)
-    assert adapter.attention_mask(1, 7, 7, mask_function=other, local_size=WINDOW).shape == (1, 1, 7, 7)
 
 
 def test_decode_reads_no_mask_on_the_host(monkeypatch):

@@ -9,9 +9,16 @@ from torch._dynamo import assume_constant_result
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge.backends import registry
-from cuteforge.backends.interface import AttentionBackend, Request, check_operands, find_fwd, refusal_of
+from cuteforge.backends.interface import (
+    AttentionBackend,
+    Request,
+    check_operands,
+    find_fwd,
+    refusal_of,
+    unserved_options,
+)
 from cuteforge.backends.selection import Decision, Policy, constants, derivative_of, dtype_named
-from cuteforge.errors import ContractError
+from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.options import UNLIMITED, Window, checked_softcap, checked_window
 
 if TYPE_CHECKING:
@@ -111,6 +118,8 @@ def _derivative_of(q, k, v, options) -> str | None:
 def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend) -> tuple[AttentionBackend, str]:
     """The backend and `fwd` of a call that torch.compile traces: chosen once for a graph."""
     if isinstance(backend, AttentionBackend):
+        if missing := unserved_options(backend, options):
+            raise UnsupportedError(f"attention: {backend.name}: {missing}")
         return backend, find_fwd(q, kv_cache, fwd)
     facts = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
     sizes = constants(facts.head_dim, facts.v_dim, facts.num_heads, facts.num_kv_heads)

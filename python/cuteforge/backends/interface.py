@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -87,9 +88,13 @@ class AttentionBackend(ABC):
 
 def refusal_of(backend: AttentionBackend, request: Request) -> str | None:
     """Why a backend does not serve calls with these facts, or None."""
-    if missing := [option for option in request.options if option not in backend.options]:
-        return f"takes no {' and no '.join(missing)}"
-    return backend.refuse(request)
+    return unserved_options(backend, request.options) or backend.refuse(request)
+
+
+def unserved_options(backend: AttentionBackend, options: Iterable[str]) -> str | None:
+    """Which of the options of a call a backend does not take, as a sentence, or None."""
+    missing = [option for option in options if option not in backend.options]
+    return f"takes no {' and no '.join(missing)}" if missing else None
 
 
 def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:

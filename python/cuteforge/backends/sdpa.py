@@ -104,12 +104,11 @@ def window_mask(length: int, num_keys: int, window: Window, device: torch.device
 
 
 def _inside(key: torch.Tensor, place: torch.Tensor, window: Window) -> torch.Tensor:
-    """Whether keys are in the window around places; True where it has no limit."""
+    """Whether keys are in the window around places, which has a limit on one side at least."""
     left, right = window
-    inside = torch.ones_like(key - place, dtype=torch.bool)
-    if left is not None:
-        inside = inside & (key >= place - left)
-    return inside if right is None else inside & (key <= place + right)
+    limits = [] if left is None else [key >= place - left]
+    limits += [] if right is None else [key <= place + right]
+    return limits[0] if len(limits) == 1 else limits[0].logical_and_(limits[1])
 
 
 def with_four_dims(mask: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ import torch
 from cuteforge.backends import sdpa
 from cuteforge.backends.interface import OPTIONS, AttentionBackend, Request, bound_batch, packed
 from cuteforge.errors import ContractError
-from cuteforge.gqa.options import UNLIMITED
+from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window, is_finite
 from cuteforge.runtime.streams import is_capturing
 
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
@@ -40,8 +38,9 @@ class TorchNativeBackend(AttentionBackend):
         return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
 
     def _attend(
-        self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=UNLIMITED, softcap=None, sinks=None
+        self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=None, softcap=None, sinks=None
     ) -> torch.Tensor:
+        window, softcap = checked_window(window), checked_softcap(softcap)
         _check_scale(scale)
         _check_sinks(sinks, q)
         if kv_cache is not None:
@@ -85,7 +84,7 @@ def _padded_length(lens: torch.Tensor, most: int) -> int:
 
 
 def _check_scale(scale: Any) -> None:
-    if scale is not None and not (isinstance(scale, numbers.Real) and math.isfinite(scale)):
+    if scale is not None and not is_finite(scale):
         raise ContractError(f"scale: wanted a finite number, got {scale!r}")
 
 

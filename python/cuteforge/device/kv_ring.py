@@ -68,13 +68,8 @@ class KVRing(TraceConstant):
         addresses = (Int64(NOWHERE), Int64(NOWHERE))
         if cutlass.const_expr(self.source.has_lookup):
             addresses = self.source.addresses(looked_up)
-        # Unrolled in full, the shuffles of all rounds come first, and their addresses take the registers of a wide head.
-        if cutlass.const_expr(self.source.has_lookup and shape.rounds > 8):
-            for turn in cutlass.range(shape.rounds, unroll=4):
-                self._issue_round(turn, tile, stage_address, addresses)
-        else:
-            for turn in cutlass.range_constexpr(shape.rounds):
-                self._issue_round(turn, tile, stage_address, addresses)
+        for turn in cutlass.range_constexpr(shape.rounds):
+            self._issue_round(turn, tile, stage_address, addresses)
 
     @cute.jit
     def _issue_round(self, turn, tile: Int32, stage_address: Int32, of_lane):

@@ -10,8 +10,8 @@ LINE_CHUNKS = 8  # of 128 bytes
 
 
 def lanes_of_row(*dims: int) -> int:
-    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines of a row, but no more than
-    keep all busy."""
+    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines of a row; half a line where
+    that leaves none of them idle."""
     return 4 if math.gcd(*(dim // CHUNK_ELEMS for dim in dims), LINE_CHUNKS) == 4 else LINE_CHUNKS
 
 

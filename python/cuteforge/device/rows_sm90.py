@@ -8,7 +8,7 @@ from cuteforge.device.kv_source import NOWHERE, shuffle_address
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm90 import swizzled_offset
 from cuteforge.device.panels import PANEL_COLS, ROW_BYTES
-from cuteforge.device.ring_shape import WARP, lanes_of_row
+from cuteforge.device.ring_shape import LINE_CHUNKS, WARP, lanes_of_row
 from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
@@ -47,7 +47,8 @@ class RowCopier(TraceConstant):
             target: a matrix of `pitch_rows` rows, of which `first` is the first one that is copied.
         """
         turns = -(-num_rows // self.rows_per_round)
-        if cutlass.const_expr(num_rows % self.rows_per_round == self.rows_per_round % 8 == dim % PANEL_COLS == 0):
+        is_even = num_rows % self.rows_per_round == self.rows_per_round % 8 == first % 8 == dim % PANEL_COLS == 0
+        if cutlass.const_expr(is_even and self.lanes == LINE_CHUNKS):
             is_there = (found != Int64(NOWHERE)) | (self.lane >= turns * self.rows_per_warp)
             if cute.arch.vote_all_sync(is_there):
                 self._copy_whole(target, pitch_rows, first, turns, dim, found)

@@ -99,8 +99,11 @@ class ShapeCheck:
         return mask.dtype is torch.bool and outer and (is_packed or self._is_paged or shape[-1] == k[1])
 
 
-def check_contents(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_contents(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     """Read offsets, lengths and page numbers, and refuse what points outside the operands. Synchronizes.
+
+    Args:
+        left: keys before its own that a query sees, None for all: pages that no query sees may have been given away.
 
     Raises:
         ContractError: names the operand and the first bad index.
@@ -113,12 +116,12 @@ def check_contents(tensors: Mapping[str, torch.Tensor]) -> None:
     if "kv_indptr" in tensors:
         _check_offsets("kv_indptr", tensors["kv_indptr"], None)
     if "page_table" in tensors:
-        _check_pages(tensors)
+        _check_pages(tensors, left)
     elif "seqlens_k" in tensors:
         _check_range("seqlens_k", tensors["seqlens_k"], None, tensors["k"].shape[1] + 1)
 
 
-def _check_pages(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_pages(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     pool, table = tensors["k_cache"], tensors["page_table"]
     page_size = pool.shape[1] if pool.dim() == 4 else 1
     name = "seqlens_k" if "seqlens_k" in tensors else "kv_indptr"
@@ -132,6 +135,8 @@ def _check_pages(tensors: Mapping[str, torch.Tensor]) -> None:
     read = lengths - 1 if "new_k" in tensors else lengths
     columns = torch.arange(table.shape[1], device=table.device) * page_size
     used = columns[None] < read[:, None]
+    if left is not None:
+        used &= columns[None] + page_size > (lengths - _num_queries(tensors) - left)[:, None]
     bad = (used & ((table < 0) | (table >= pool.shape[0]))).nonzero()
     if len(bad):
         request, column = bad[0].tolist()
@@ -140,6 +145,12 @@ def _check_pages(tensors: Mapping[str, torch.Tensor]) -> None:
         raise ContractError(
             f"page_table: wanted page numbers in [0, {pool.shape[0]}), got {got} at index {row}, {column}"
         )
+
+
+def _num_queries(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
+    """Query tokens of each request."""
+    q = tensors["q"]
+    return tensors["cu_seqlens_q"].diff() if "cu_seqlens_q" in tensors else q.shape[1] if q.dim() == 4 else 1
 
 
 def _check_offsets(name: str, offsets: torch.Tensor, most: int | None) -> None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cuteforge.device.ring_shape import RingShape
+from cuteforge.device.swizzled_rows import ALIGNMENT
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime.arch import Arch
 
 WARP = 32
 ROW_BLOCK = 16
 MAX_HEAD_DIM = 256
-SMEM_ALIGNMENT = 128
+SMEM_ALIGNMENT = ALIGNMENT
 PARTS = 2  # unfinished units of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
 MAX_WORKSPACE_BYTES = 64 * 2**20

@@ -3,7 +3,7 @@
 Each group of warps streams its share of the keys and values through a ring of its own (device/kv_ring.py). A warp multiplies its query rows, held in
 registers, with a tile of keys, turns the scores into weights (device/softmax.py), and adds up the weighted values. The weights of a row are summed by
 the same matrix instructions that multiply them with the values, as rounded, so that equal values come out exact. Groups of a CTA meet in shared
-memory, CTAs that share the keys of a unit in a workspace (combine.py).
+memory, CTAs that share the keys of a unit in a workspace (combine.py), or in the shared memory of a cluster (cluster.py).
 """
 
 import cuda.bindings.driver as cuda

@@ -155,7 +155,7 @@ class AttentionOp(APIBase):
         return operands[len(self._REQUIRED) - 1].numel() == 0  # out
 
     def _check_contents(self, operands: tuple) -> None:
-        check_contents(dict(zip(self.signature.names, operands)))
+        check_contents(dict(zip(self.signature.names, operands)), self.options.left)
 
     # Launching.
 

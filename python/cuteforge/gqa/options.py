@@ -12,6 +12,8 @@ from cuteforge.errors import ContractError
 Window = tuple[int | None, int | None]
 UNLIMITED: Window = (None, None)
 _MOST_KEYS = 2**31 - 1  # no request has more: a longer window limits nothing
+# An fp32 kernel knows tanh to 2**-22: at a cap of 1e4 a score is off by 1e-3, at 1e6 by 0.1. Models cap at 20 to 50.
+_CAPS = 1e-6, 1e4
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,23 @@ def _is_limit(side: Any) -> bool:
     return side is None or (isinstance(side, numbers.Integral) and not isinstance(side, bool) and side >= 0)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
+    return isinstance(value, numbers.Real) and -math.inf < value < math.inf
+
+
 def checked_softcap(value: Any) -> float | None:
     """`value` as a float; None for 0, which is no cap.
 
     Raises:
-        ContractError: no finite number of 0 or more; a tensor is none.
+        ContractError: neither 0 nor a number from 1e-6 to 1e4; a tensor is none.
     """
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0):
-        raise ContractError(f"softcap: wanted None or a finite number of 0 or more, got {value!r}")
-    return float(value) if value else None
+    least, most = _CAPS
+    if value is None or (is_finite(value) and value == 0):
+        return None
+    if isinstance(value, bool) or not (is_finite(value) and least <= value <= most):
+        raise ContractError(f"softcap: wanted None, 0 or a number from {least:g} to {most:g}, got {value!r}")
+    return float(value)
 
 
 def checked_scale(value: Any) -> float | None:
@@ -83,6 +93,6 @@ def checked_scale(value: Any) -> float | None:
     Raises:
         ContractError: no finite number; a tensor is none.
     """
-    if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+    if value is not None and not is_finite(value):
         raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
     return None if value is None else float(value)

@@ -92,5 +92,5 @@ def may_cut_units(counts: Counts, plan: tuple):
     if not is_uniform(counts.traits):
         return (teams > 1) & (pieces != 1) & (cluster == 1)
     units = counts.requests * counts.row_tiles
-    cut_evenly = (units % teams != 0) & (teams > 1)
-    return (cluster == 1) & ((pieces > 1) | ((pieces == 0) & cut_evenly))
+    are_cut = (units % teams != 0) & (teams > 1)
+    return (cluster == 1) & ((pieces > 1) | ((pieces == 0) & are_cut))

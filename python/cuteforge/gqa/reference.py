@@ -174,7 +174,7 @@ def gather_pages(
 
     Args:
         cache: ``(P, ps, Hkv, D)``, or ``(P, Hkv, D)``, which has pages of one token.
-        page_table: ``(R, C)``; entries past the last page of a request are not read.
+        page_table: ``(R, C)``; entries past the last page of a request are not read, others that are no page are read as the nearest.
         lens: ``(B,)`` tokens; negative counts as 0, more than C pages hold as those.
         page_table_rows: ``(B,)`` the table row of each request; None: request b uses row b.
     """
@@ -184,7 +184,7 @@ def gather_pages(
     rows = range(len(counts)) if page_table_rows is None else page_table_rows.tolist()
     tokens = cache.new_zeros(len(counts), max(counts, default=0), *cache.shape[2:])
     for request, row, count in zip(tokens, rows, counts):
-        pages = page_table[row, : -(-count // page_size)].long()
+        pages = page_table[row, : -(-count // page_size)].long().clamp(0, cache.shape[0] - 1)
         request[:count] = cache[pages].flatten(0, 1)[:count]
     return tokens
 

@@ -1,4 +1,4 @@
-"""Where results go: the output, or a part in the workspace; and how the groups of a CTA join theirs."""
+"""Where results go: the output, or a part in the workspace or a cluster; and how the groups of a CTA join theirs."""
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -14,7 +14,7 @@ from cuteforge.gqa.work import Counts, Unit
 
 
 class Results(TraceConstant):
-    """The rows of one unit as a CTA leaves them: final, or a part of its own in the workspace.
+    """The rows of one unit as a CTA leaves them: final, or a part of its own.
 
     Args:
         cta: (teams, team) where units are shared, else None.

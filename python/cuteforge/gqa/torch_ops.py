@@ -66,7 +66,7 @@ class _Call:
         specs = {name: _spec(x, name in written) for name, x in {**given, "out": out, "lse": lse}.items()}
         self.op(**specs, **self.config, softmax_scale=self.softmax_scale).check_support()
         if out.numel():
-            check_contents(given)
+            check_contents(given, self.config["window"][0])
             options = {name: self.config[name] for name in ("causal", "window", "softcap")}
             _attend_on_cpu(given, options | {"softmax_scale": self.softmax_scale}, out, lse)
         return out, lse

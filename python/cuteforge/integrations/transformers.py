@@ -56,25 +56,24 @@ def attention_forward(
         attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is all there is; or None.
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
-        options: what else the model passes. ``softcap``, sinks (``s_aux`` or ``sinks``, ``(Hq,)``) and, without a mask, the ``sliding_window`` of a
-            causal layer are served; others are refused where they change the result, ignored where not.
+        options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served, others refused where they change
+            the result, ignored where not.
 
     Returns:
-        ``(B, L, Hq, Dv)``, and None for the weights, which are not kept.
+        ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
 
     Raises:
         UnsupportedError: dropout, weights to return, a mask that is no bool, or an option that asks for more than a softmax over kept scores.
     """
-    _check_call(attention_mask, dropout, options)
+    _check_call(module, attention_mask, dropout, key.shape[2], options)
     if attention_mask is not None:
         is_causal = attention_mask.dim() == 2
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     q, k, v = (x.transpose(1, 2) for x in _in_autocast_dtype(query, key, value))
-    served = {"softcap": options.get("softcap"), "sinks": _sinks(options)}
-    if attention_mask is None:
-        served["window"] = _window(options.get("sliding_window"), key.shape[2], is_causal)
-    return attention(q, k, v, attn_mask=attention_mask, is_causal=bool(is_causal), scale=scaling, **served), None
+    served = {"scale": scaling, "softcap": options.get("softcap"), "sinks": _sinks(options)}
+    # some models take a view of the result
+    return attention(q, k, v, attn_mask=attention_mask, is_causal=bool(is_causal), **served).contiguous(), None
 
 
 def _sinks(options: dict[str, Any]) -> torch.Tensor | None:
@@ -83,19 +82,14 @@ def _sinks(options: dict[str, Any]) -> torch.Tensor | None:
     return options.get("sinks") if sinks is None else sinks
 
 
-def _window(size: int | None, num_keys: int, is_causal: bool | None) -> tuple[int, None] | None:
-    """The window of a causal layer, which counts the query's own key; a mask that is there has it already."""
-    if size is None or num_keys <= size:
-        return None
-    if not is_causal:
-        raise UnsupportedError(
-            f"sliding_window: wanted a mask where {num_keys} keys, without causality, are more than the window of {size}"
-        )
-    return size - 1, None
-
-
-def _check_call(mask: torch.Tensor | None, dropout: float, options: dict[str, Any]) -> None:
+def _check_call(
+    module: torch.nn.Module, mask: torch.Tensor | None, dropout: float, num_keys: int, options: dict[str, Any]
+) -> None:
     """Refuse what would be left out of the result."""
+    if getattr(module, "compressor", None) is not None:
+        raise UnsupportedError(
+            "module: adds compressed keys to those that its mask was made for; use eager attention for this model"
+        )
     if dropout:
         raise UnsupportedError(f"dropout: attention weights are not dropped; set the config's to 0.0, got {dropout}")
     if options.get("output_attentions"):
@@ -109,7 +103,11 @@ def _check_call(mask: torch.Tensor | None, dropout: float, options: dict[str, An
                 f"attention_mask: wanted bool, True keeps a score, got {mask.dtype}: scores take no bias"
             )
         return
-    starts = options.get("cu_seq_lens_q")
+    window, starts = options.get("sliding_window"), options.get("cu_seq_lens_q")
+    if window is not None and num_keys > window:
+        raise UnsupportedError(
+            f"sliding_window: wanted a mask where {num_keys} keys are more than the window of {window}"
+        )
     if starts is not None and starts.numel() > 2:
         raise UnsupportedError(
             "cu_seq_lens_q: packed sequences are told apart by a mask, pass position_ids; got no mask"

@@ -8,7 +8,7 @@ import torch
 from cuteforge import CudaBackend, UnsupportedError, apply_rotary_emb, attention, attn_backend, compress, rotary_table
 from helpers.packs import Pack
 from helpers.packs import draw as draw_pack
-from helpers.policy import check, draw
+from helpers.policy import StubBackend, check, draw
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -21,6 +21,24 @@ def test_attention_is_one_graph(fresh_compiler, dynamic):
         q, k, v = draw(length=4, num_keys=num_keys)
         mask = torch.rand(2, num_keys) > 0.3
         torch.testing.assert_close(compiled(q, k, v, mask), call(q, k, v, mask))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_numbers_of_options_may_vary(fresh_compiler, dynamic):
+    """A cap and a scale that the compiler lets vary are checked by what it can trace."""
+
+    def call(q, k, v, number):
+        return attention(q, k, v, softcap=number, scale=number, window=(3, None))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=fresh_compiler)
+    for number in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(compiled(*draw(), number), call(*draw(), number))
+
+
+def test_an_instance_gets_no_options_that_it_does_not_take(fresh_compiler):
+    compiled = torch.compile(attention, backend=fresh_compiler)
+    with pytest.raises(UnsupportedError, match="stub: takes no window"):
+        compiled(*draw(), backend=StubBackend(), window=(3, None))
 
 
 def test_attention_has_a_gradient_under_compile(fresh_compiler):

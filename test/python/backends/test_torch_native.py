@@ -118,7 +118,9 @@ def test_gradients_of_options_are_those_of_the_oracle():
     [
         ({"window": 3}, "window: wanted None or"),
         ({"window": (-1, 0)}, "window: wanted None or"),
-        ({"softcap": -1.0}, "softcap: wanted None or"),
+        ({"softcap": -1.0}, "softcap: wanted None, 0 or"),
+        ({"softcap": 1e5}, "softcap: wanted None, 0 or"),
+        ({"softcap": True}, "softcap: wanted None, 0 or"),
         ({"sinks": [0.0] * 6}, "sinks: wanted a torch.Tensor, got list"),
         ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks: wanted a floating dtype, got torch.int32"),
         ({"sinks": torch.zeros(5)}, r"sinks: wanted shape \(Hq,\) = \(6,\), got \(5,\)"),

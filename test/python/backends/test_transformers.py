@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 from transformers.masking_utils import create_causal_mask
 
@@ -89,6 +91,19 @@ def gpt_oss() -> GptOssForCausalLM:
     return model
 
 
+def qwen_moe() -> Qwen2MoeForCausalLM:
+    """Makes masks with a window, and does not tell its layers of it."""
+    torch.manual_seed(0)
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **WIDTH, **GROUPS, **experts, **window)).eval()
+
+
 def bart() -> BartForConditionalGeneration:
     torch.manual_seed(0)
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -120,7 +135,7 @@ def assert_states_agree(model, kept, **inputs):
 @pytest.mark.parametrize(
     "mask", [None, RIGHT_PADDED, LEFT_PADDED, torch.ones_like(TOKENS)], ids="none right left full".split()
 )
-@pytest.mark.parametrize("model", [bert, llama, mistral, gemma, gpt_oss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("model", [bert, llama, mistral, gemma, gpt_oss, qwen_moe], ids=lambda f: f.__name__)
 def test_forward_equals_eager(model, mask):
     """Encoder, decoder with groups, with a window shorter than the prompt, with capped scores, with sinks."""
     assert_states_agree(model(), mask, input_ids=TOKENS, attention_mask=mask)
@@ -238,7 +253,7 @@ def test_heads_are_views_and_not_repeated(calls):
     ((*heads, options),) = calls
     for got, given in zip(heads, (query, key, value)):
         assert got.data_ptr() == given.data_ptr() and torch.equal(got, given.transpose(1, 2))
-    plain = {"window": None, "softcap": None, "sinks": None}
+    plain = {"softcap": None, "sinks": None}
     assert options == {"attn_mask": None, "is_causal": True, "scale": 0.5, **plain}
     assert out.shape == (2, 7, 4, 16) and weights is None
 
@@ -298,7 +313,7 @@ def test_keys_past_the_end_of_a_mask_are_masked():
         ("indices", {"indices": torch.zeros(1)}),
         ("block_indices", {"block_indices": torch.zeros(1)}),
         ("attention_mask", {"attention_mask": torch.zeros(1, 1, 7, 7)}),
-        ("sliding_window", {"sliding_window": 6, "is_causal": False}),
+        ("sliding_window", {"sliding_window": 6}),
         ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 3, 7])}),
     ],
 )
@@ -309,13 +324,13 @@ def test_what_would_change_the_result_is_refused_by_name(name, options):
         adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
 
 
-def test_a_causal_window_needs_no_mask():
-    """7 keys, of which the 6 up to a query's own are seen."""
+def test_keys_that_a_layer_adds_are_refused():
+    """DeepSeek-V4 appends compressed keys that the mask knows nothing of."""
     q, k, v = (torch.randn(1, heads, 7, 16) for heads in (4, 2, 2))
-    got, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None, sliding_window=6)
-    inside = torch.ones(7, 7, dtype=torch.bool).tril().triu(-5)
-    want, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, inside[None, None])
-    torch.testing.assert_close(got, want, **FP32)
+    module = torch.nn.Module()
+    module.compressor = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="^module: adds compressed keys"):
+        adapter.attention_forward(module, q, k, v, None, s_aux=torch.zeros(4))
 
 
 def test_training_with_dropout_is_refused_and_without_is_not():

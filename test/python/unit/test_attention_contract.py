@@ -435,7 +435,7 @@ def test_any_window_is_taken(kind, window):
 @pytest.mark.parametrize("softcap", [float("nan"), float("inf"), -1.0, "1", [1.0], torch.ones(1)], ids=str)
 @each_attention
 def test_softcap_is_a_positive_number_or_none(kind, softcap):
-    with pytest.raises(ContractError, match=r"^softcap: wanted None or a finite number of 0 or more, got "):
+    with pytest.raises(ContractError, match=r"^softcap: wanted None, 0 or a number from 1e-06 to 10000, got "):
         make(kind, softcap=softcap)
 
 
@@ -626,7 +626,7 @@ def test_wrappers_refuse_what_is_no_tensor_of_heads_by_name(kind, junk):
     ("name", "value"), [("window", 5), ("window", (-1, 0)), ("softcap", -1.0), ("softcap", [1])], ids=str
 )
 def test_wrappers_refuse_options_by_name(kind, name, value):
-    with pytest.raises(ContractError, match=rf"^{name}: wanted None or "):
+    with pytest.raises(ContractError, match=rf"^{name}: wanted None"):
         WRAPPERS[kind](**cpu(kind), **{name: value})
 
 

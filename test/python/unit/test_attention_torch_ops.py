@@ -421,6 +421,27 @@ def test_cpu_refuses_what_the_kernels_refuse(case, name, replaced):
     assert_same_bits(pools, before)
 
 
+@pytest.mark.parametrize("left", [0, 15, 16, 30])
+def test_pages_before_a_window_may_have_been_given_away(left):
+    """Of 64 keys in pages of 16 the query at the last one sees the `left` before it: the first pages that none of them is in may be any number."""
+    q, pool = torch.randn(1, 4, 64).bfloat16(), torch.randn(2, 4, 16, 2, 64).bfloat16()
+    table, lengths = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
+    op, (k_cache, v_cache) = OPS.paged_gqa_decode.default, pool
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": table, "seqlens_k": lengths}
+
+    def run(table):
+        return op(*arguments_of(op, {**given, "page_table": table, "window": (left, None)}).values())
+
+    first = (63 - left) // 16
+    want = run(table)
+    for number in (-1, 99):
+        table[:, :first] = number
+        assert_same_bits(run(table), want)
+    table[:, first] = -1
+    with pytest.raises(ContractError, match=rf"^page_table: .*got -1 at index 0, {first}"):
+        run(table)
+
+
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [

@@ -52,7 +52,7 @@ def attention(
         scale: of the scores, any finite number; None is ``D**-0.5``.
         window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
             `is_causal` right is 0. AND with the mask.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
+        softcap: from 1e-6 to 1e4: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
         sinks: ``(Hq,)`` of a floating dtype, one more logit of each query head, not scaled, that joins the denominators and has no value.
 
     Returns:
@@ -101,18 +101,14 @@ def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options) -> Request:
         ranks = (len(q_shape), len(k_shape), len(v_shape))
         if ranks != (4, 4, 4) and (kv_cache is None or ranks != (3, 3, 3)):
             check_operands(q, k, v, kv_cache)
+        followed = (q, k, v, options["sinks"]) if "sinks" in options else (q, k, v)
         return Request(
             q.device, q.dtype, q_shape[-1], v_shape[-1], q_shape[-2], k_shape[-2], find_fwd(q, kv_cache, fwd),
-            kv_cache is not None, attn_mask is not None, bool(is_causal), _derivative_of(q, k, v, options), tuple(options),
+            kv_cache is not None, attn_mask is not None, bool(is_causal), derivative_of(*followed), tuple(options),
         )  # fmt: skip
     except AttributeError:
         check_operands(q, k, v, kv_cache)
         raise
-
-
-def _derivative_of(q, k, v, options) -> str | None:
-    sinks = options.get("sinks")
-    return derivative_of(q, k, v) if sinks is None else derivative_of(q, k, v, sinks)
 
 
 def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend) -> tuple[AttentionBackend, str]:

@@ -7,9 +7,10 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from cuteforge.device.copy import cp_async, smem_words
-from cuteforge.device.kv_source import NOWHERE, shuffle_address
+from cuteforge.device.kv_source import NOWHERE
 from cuteforge.device.math import select
 from cuteforge.device.ring_shape import WARP, RingShape
+from cuteforge.device.shared_rows import SharedRows
 from cuteforge.device.swizzled_rows import CHUNK_BYTES, CHUNK_ELEMS
 from cuteforge.device.traced import TraceConstant
 
@@ -28,9 +29,9 @@ class KVRing(TraceConstant):
     def __init__(self, shape: RingShape, base, warp, lane, source, end, hint=None):
         self.shape, self.base, self.warp, self.lane = shape, base, warp, lane
         self.source, self.end, self.hint = source, end, hint
-        self.row = warp * shape.rows_per_warp + lane // shape.lanes_per_row
-        self.chunk = lane % shape.lanes_per_row
-        self.k_place, self.v_place = (rows.offset(self.row, self.chunk) for rows in (shape.k_rows, shape.v_rows))
+        self.rows = SharedRows(shape.lanes_per_row, shape.num_warps, warp, lane)
+        places = [rows.offset(self.rows.row, self.rows.chunk) for rows in (shape.k_rows, shape.v_rows)]
+        self.k_place, self.v_place = places
 
     @cute.jit
     def clear_pads(self):
@@ -53,9 +54,8 @@ class KVRing(TraceConstant):
         """What this lane looks up for a tile, to be passed to `issue`: one row."""
         shape = self.shape
         if cutlass.const_expr(self.source.has_lookup):
-            assert shape.rounds * shape.rows_per_warp <= WARP, "a lane looks up one row"
-            turn, place = self.lane // shape.rows_per_warp, self.lane % shape.rows_per_warp
-            row = turn * shape.rows_per_round + self.warp * shape.rows_per_warp + place
+            assert shape.rounds * self.rows.per_warp <= WARP, "a lane looks up one row"
+            row = self.rows.looked_up()
             end = select(row < shape.tile_n, self.end, Int32(0))
             return self.source.look_up(tile * shape.tile_n + row, end)
         return Int32(0), Int32(0)
@@ -75,17 +75,16 @@ class KVRing(TraceConstant):
     def _issue_round(self, turn, tile: Int32, stage_address: Int32, of_lane):
         """One row a lane group."""
         shape = self.shape
-        row = self.row + turn * shape.rows_per_round
+        further = turn * self.rows.per_round
+        row = self.rows.row + further
         if cutlass.const_expr(self.source.has_lookup):
-            owner = turn * shape.rows_per_warp + self.lane // shape.lanes_per_row
-            addresses = [shuffle_address(address, owner) for address in of_lane]
+            addresses = [self.rows.address(address, turn) for address in of_lane]
             wanted = addresses[0] != Int64(NOWHERE)
         else:
             token = tile * shape.tile_n + row
             addresses = self.source.addresses(token)
             wanted = token < self.end
-        further = turn * shape.rows_per_round
-        if cutlass.const_expr(shape.tile_n % shape.rows_per_round == 0):
+        if cutlass.const_expr(shape.tile_n % self.rows.per_round == 0):
             self._copy_row(stage_address, further, addresses, wanted)
         elif row < shape.tile_n:
             self._copy_row(stage_address, further, addresses, wanted)
@@ -93,15 +92,15 @@ class KVRing(TraceConstant):
     @cute.jit
     def _copy_row(self, stage_address, further, addresses, wanted):
         """Copy this lane's chunks of the row `further` than its first."""
-        shape = self.shape
+        shape, chunk = self.shape, self.rows.chunk
         k_target = shape.k_rows.down(stage_address + self.k_place, further)
         v_target = shape.v_rows.down(stage_address + shape.v_offset_bytes + self.v_place, further)
         for rows, target, address in ((shape.k_rows, k_target, addresses[0]), (shape.v_rows, v_target, addresses[1])):
             chunks = rows.cols // CHUNK_ELEMS
-            source = address + Int64(self.chunk * CHUNK_BYTES)
+            source = address + Int64(chunk * CHUNK_BYTES)
             for first in cutlass.range_constexpr(0, chunks, shape.lanes_per_row):
                 place = rows.along(target, first)
                 if cutlass.const_expr(first + shape.lanes_per_row <= chunks):
                     cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)
-                elif self.chunk < chunks - first:
+                elif chunk < chunks - first:
                     cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)

@@ -51,14 +51,6 @@ class RingShape:
         return lanes_of_row(self.head_dim, self.v_dim)
 
     @property
-    def rows_per_warp(self) -> int:
-        """Rows that a warp copies in a round."""
-        return WARP // self.lanes_per_row
-
-    @property
-    def rows_per_round(self) -> int:
-        return self.rows_per_warp * self.num_warps
-
-    @property
     def rounds(self) -> int:
-        return -(-self.tile_n // self.rows_per_round)
+        """In how many a group's warps copy a tile."""
+        return -(-self.tile_n // (WARP // self.lanes_per_row * self.num_warps))

@@ -101,6 +101,12 @@ def log_sum_exp(shift, total):
     return (shift + cute.math.log2(total, fastmath=True)) * LN_2
 
 
+def joined_lse(largest, total):
+    """ln of ``total * exp(largest)``, -inf where the total is 0: the log-sum-exp of parts, from the largest of theirs."""
+    lse = largest + cute.math.log2(total, fastmath=True) * LN_2
+    return Float32(select(total == 0.0, Float32(NEG_INF), lse))
+
+
 def finite_or_zero(largest):
     return Float32(select(largest == NEG_INF, Float32(0.0), largest))
 

@@ -58,7 +58,7 @@ class GQADecode(_Decode):
         softmax_scale: D**-0.5 when None; any finite number.
         window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
             causal right is 0. Keys that no query of a tile sees are not read.
-        softcap: scores ``s`` become ``softcap * tanh(s / softcap)``; None or 0: they do not.
+        softcap: from 1e-6 to 1e4: scores ``s`` become ``softcap * tanh(s / softcap)``; None or 0: they do not.
         num_splits: the most CTAs that share a request's keys; None lets sizes and GPU decide. 1 gives the same bits whatever else is in
             the batch, and needs no workspace.
 

@@ -4,7 +4,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cuteforge.device.copy import smem_floats
-from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, fma_rn, select
+from cuteforge.device.math import LOG2_E, NEG_INF, exp2_fast, fma_rn, select
+from cuteforge.device.softmax import finite_or_zero, joined_lse
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP
 from cuteforge.gqa.result import reciprocal_or_zero, store_lse, store_rounded
@@ -55,9 +56,7 @@ class ClusterPart(TraceConstant):
             store_rounded(self.unit.ops.mOut.element_type, address, [x * scale for x in sums])
             if cutlass.const_expr(self.traits.problem.has_lse):
                 if col == 0:
-                    lse = largest + cute.math.log2(total, fastmath=True) * LN_2
-                    lse = Float32(select(total == 0.0, Float32(NEG_INF), lse))
-                    store_lse(self.unit, self.unit.first_row + row, lse)
+                    store_lse(self.unit, self.unit.first_row + row, joined_lse(largest, total))
         # nobody leaves while others read its shared memory
         sync_cluster()
 
@@ -67,7 +66,7 @@ def _weighted(lses: list, values: list):
     largest = lses[0]
     for lse in lses[1:]:
         largest = cute.arch.fmax(largest, lse)
-    shift = Float32(select(largest == NEG_INF, Float32(0.0), largest))
+    shift = finite_or_zero(largest)
     weights = [exp2_fast((lse - shift) * LOG2_E) for lse in lses]
     sums = [Float32(0.0)] * COLS
     for weight, columns in zip(weights, values):

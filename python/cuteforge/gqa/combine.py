@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from cuteforge.device.copy import gmem_run
-from cuteforge.device.math import LN_2, LOG2_E, NEG_INF, exp2_fast, fast_divisor, select
+from cuteforge.device.math import LOG2_E, NEG_INF, exp2_fast, fast_divisor, select
+from cuteforge.device.softmax import joined_lse
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.gqa.config import WARP, Traits
 from cuteforge.gqa.result import Partials, reciprocal_or_zero, store_lse, store_rounded
@@ -85,8 +86,7 @@ class Combine:
             parts.store(row, col, [rSum[c] * scale for c in range(COLS)])
             if cutlass.const_expr(self.traits.problem.has_lse):
                 if col == 0:
-                    lse = largest + cute.math.log2(total, fastmath=True) * LN_2
-                    parts.store_lse(row, Float32(select(total == 0.0, Float32(NEG_INF), lse)))
+                    parts.store_lse(row, joined_lse(largest, total))
         cute.arch.sync_threads()
 
 

@@ -86,6 +86,10 @@ class PagedKV(TraceConstant):
             page = self.mTable[self.row, index]
         return page, slot
 
+    def has_page(self, page):
+        """Whether a page is in the pool."""
+        return (page >= 0) & (page < self.num_pages)
+
     @cute.jit
     def addresses(self, found: tuple):
         """Byte addresses of the key and the value of a token that was looked up; NOWHERE for both if its page is not in the pool."""
@@ -99,7 +103,7 @@ class PagedKV(TraceConstant):
     def _in_pool(self, found: tuple):
         k_address, v_address = Int64(NOWHERE), Int64(NOWHERE)
         page, slot = found
-        if page >= 0 and page < self.num_pages:
+        if self.has_page(page):
             (k_base, k_page, k_slot), (v_base, v_page, v_slot) = self.pools
             k_address = k_base + Int64(page) * k_page + Int64(slot) * k_slot
             v_address = v_base + Int64(page) * v_page + Int64(slot) * v_slot

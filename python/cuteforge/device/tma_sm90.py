@@ -1,9 +1,8 @@
-"""Tiles of rows by TMA: one instruction of one thread copies 64 columns of all rows of a tile to shared memory (sm_90 and up).
+"""Rows by TMA: one instruction of one thread copies 64 columns of adjacent rows, a box, to a tile in shared memory (sm_90 and up).
 
-The rows of a request end where its length says, not where the tensor does: what lies after them may be anything, and 0 times a NaN is a NaN. TMA
-fills with zeros what is outside of the tensor, so the tensor is described with two modes of tokens of one stride: token ``i + j - rows``. A tile of
-which only n rows are left starts at ``i = rows - n`` with i bounded by `rows`, and the rest is outside. `j` runs from a base `rows` tokens before the
-first.
+TMA fills with zeros what is outside of a tensor, but the rows of a request end where its length says, not where the tensor does: what a box holds
+after them may be anything. A box that starts outside, or a tensor described from an address before its memory on, is an illegal access where nothing
+is mapped there (H200), so neither is ever asked for.
 """
 
 import cutlass
@@ -16,22 +15,17 @@ from cuteforge.device.traced import TraceConstant
 
 
 def describe_rows(mX: cute.Tensor, rows: int):
-    """On the host: the copy of tiles of `rows` tokens of one head, as (atom, coordinate tensor).
+    """On the host: the copy of boxes of `rows` tokens of one head, as (atom, coordinate tensor).
 
     Args:
-        mX: (B, S, H, D) or (T, H, D), 16-byte aligned rows.
+        mX: (B, S, H, D), requests or pages of S tokens, or (T, H, D); 16-byte aligned rows.
     """
     *batch, tokens, heads, cols = range(len(mX.shape))
-    stride = mX.stride[tokens]
-    shape = [rows, mX.shape[cols], mX.shape[tokens] + rows, mX.shape[heads]]
-    strides = [stride, 1, stride, _valid_stride(mX, heads)]
-    for mode in batch:
-        shape.append(mX.shape[mode])
-        strides.append(_valid_stride(mX, mode))
-    item_bytes = mX.element_type.width // 8
-    base = mX.iterator.toint() - Int64(stride) * (rows * item_bytes)
-    pointer = cute.make_ptr(mX.element_type, base, cute.AddressSpace.gmem, assumed_align=16)
-    tensor = cute.make_tensor(pointer, cute.make_layout(tuple(shape), stride=tuple(strides)))
+    modes = [tokens, cols, heads, *batch]
+    # a descriptor has no extents of 0, a pool may
+    shape = tuple(cutlass.max(mX.shape[mode], 1) if mode != cols else mX.shape[mode] for mode in modes)
+    strides = tuple(_valid_stride(mX, mode) if mode != cols else 1 for mode in modes)
+    tensor = cute.make_tensor(mX.iterator, cute.make_layout(shape, stride=strides))
     layout = _panel_layout(mX.element_type, rows)
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, PANEL_COLS))
 
@@ -47,37 +41,42 @@ def _panel_layout(dtype, rows: int):
 
 
 class TmaRows(TraceConstant):
-    """Copies of one matrix, in the kernel; by all lanes of one warp.
+    """Copies of one matrix to tiles, in the kernel; by all lanes of one warp.
 
     Args:
         atom, tX: what `describe_rows` gave.
+        rows: of a box.
+        tile_rows: of a tile, a multiple of `rows`.
         cols: columns of a row.
     """
 
-    def __init__(self, atom, tX: cute.Tensor, dtype, rows: int, cols: int):
-        self.atom, self.tX, self.dtype, self.rows, self.cols = atom, tX, dtype, rows, cols
-        self.bytes = panel_bytes(cols, rows)
+    def __init__(self, atom, tX: cute.Tensor, dtype, rows: int, tile_rows: int, cols: int):
+        self.atom, self.tX, self.dtype, self.rows, self.tile_rows, self.cols = atom, tX, dtype, rows, tile_rows, cols
+
+    def expect(self, barrier: cute.Pointer, boxes) -> None:
+        """Let a barrier count the bytes of so many boxes."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, boxes * panel_bytes(self.cols, self.rows))
 
     @cute.jit
-    def copy(self, target: Int32, barrier: cute.Pointer, token: Int32, left: Int32, place: tuple):
-        """Start copying the rows from `token` on, of which `left` exist; zeros after them. The barrier counts the bytes.
+    def copy(self, target: Int32, barrier: cute.Pointer, token: Int32, place: tuple):
+        """Start copying the rows from `token` on, which is in the tensor.
 
         Args:
+            target: where the first row lies in the tile.
             token: within the mode of tokens.
-            place: head, and request in a tensor that has them.
+            place: head, and request or page in a tensor that has them.
         """
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.bytes)
-        outside = cutlass.max(self.rows - left, 0)
         for panel in cutlass.range_constexpr(-(-self.cols // PANEL_COLS)):
-            start = (outside, panel * PANEL_COLS, token + (self.rows - outside), *[0] * len(place))
-            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, PANEL_COLS), (0, 0, 0, *place))
-            sX = self._panel(target + panel * panel_bytes(PANEL_COLS, self.rows))
+            start = (token, panel * PANEL_COLS, *[0] * len(place))
+            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, PANEL_COLS), (0, 0, *place))
+            sX = self._panel(target + panel * panel_bytes(PANEL_COLS, self.tile_rows))
             source, destination = cute.group_modes(gX, 0, 2), cute.group_modes(sX, 0, 2)
             destination, source = cpasync.tma_partition(self.atom, 0, cute.make_layout(1), destination, source)
             cute.copy(self.atom, source, destination, tma_bar_ptr=barrier)
 
     def _panel(self, address) -> cute.Tensor:
+        """64 columns of the rows of a box."""
         layout = _panel_layout(self.dtype, self.rows)
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)

@@ -7,10 +7,10 @@ from cuteforge.device.copy import smem_words
 from cuteforge.device.stages_sm90 import BARRIERS, Stages
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP
-from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, INFO_BYTES, SMEM_ALIGNMENT, WarpgroupTraits
+from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, INFO_BYTES, SMEM_ALIGNMENT, TOKEN_WARPS, WarpgroupTraits
 from cuteforge.gqa.work import UNIT_FIELDS, Unit
 
-KEYS = 0  # of `Buffers.tokens`; the values after them
+KEYS, VALUES = 0, 1  # of `Buffers.tokens`
 NO_UNIT = -1  # in place of a request: there is nothing left to do
 
 
@@ -28,15 +28,21 @@ class Buffers(TraceConstant):
             rings.append(Stages(address, size, num_stages, barriers))
             address, barriers = address + num_stages * size, barriers + BARRIERS * num_stages
         self.queries, *self.tokens = rings
+        self.loaded = barriers  # counts the values of a tile that are loaded before the rest of it becomes zeros
 
-    def init(self) -> None:
-        """By one thread."""
+    @cute.jit
+    def init(self, by_tma):
+        """By one thread.
+
+        Args:
+            by_tma: as in `Loads`.
+        """
         readers = self.traits.tile.row_warps
-        query_warps = COPY_WARPS - 1 if self.traits.by_tma else COPY_WARPS
         # one more arrival says that the unit's place is written
-        self.queries.init(query_warps * WARP + 1, readers)
+        self.queries.init((COPY_WARPS - TOKEN_WARPS if by_tma else COPY_WARPS) * WARP + 1, readers)
         for stages in self.tokens:
-            stages.init(1 if self.traits.by_tma else COPY_WARPS * WARP, readers)
+            stages.init(1 if by_tma else COPY_WARPS // 2 * WARP, readers)
+        cute.arch.mbarrier_init(self.loaded, 1)
         cute.arch.mbarrier_init_fence()
 
     def tell(self, stage, unit: Unit | None) -> None:

@@ -15,6 +15,8 @@ from cuteforge.runtime.arch import Arch
 WARPGROUP = 4  # warps
 ROWS = 64  # of a warpgroup
 COPY_WARPS = 4
+TOKEN_WARPS = 2  # of them, where TMA copies the keys and the values: one each
+PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are copied row by row
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
 INFO_BYTES = 32  # what the copying warps tell of a unit
@@ -38,9 +40,9 @@ class WarpgroupTraits(Traits):
         return REGISTERS[self.warpgroups]
 
     @property
-    def by_tma(self) -> bool:
-        """Whether keys and values come by TMA. Pages are of any size, so rows of them are copied one by one."""
-        return not self.problem.is_paged
+    def box_rows(self) -> int:
+        """Keys that one instruction of TMA copies: a tile where they lie in one piece, a part of a page; 0 where each may lie elsewhere."""
+        return {"pages": PAGE_BOX, "tokens": 0}.get(self.problem.keys, self.tile.tile_n)
 
     @property
     def query_stages(self) -> int:
@@ -70,8 +72,8 @@ class WarpgroupTraits(Traits):
 
     @property
     def num_barriers(self) -> int:
-        """Two for each stage."""
-        return 2 * sum(stages for _, stages in self.rings)
+        """Two for each stage, and one for values that end within a tile."""
+        return 2 * sum(stages for _, stages in self.rings) + 1
 
     @property
     def smem_bytes(self) -> int:

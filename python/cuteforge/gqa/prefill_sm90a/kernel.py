@@ -37,8 +37,8 @@ class PrefillSm90a(Entry):
         self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
         tma = None
-        if cutlass.const_expr(self.traits.by_tma):
-            infos = [describe_rows(m, self.traits.tile.tile_n) for m in (counts.ops.mK, counts.ops.mV)]
+        if cutlass.const_expr(self.traits.box_rows > 0):
+            infos = [describe_rows(m, self.traits.box_rows) for m in (counts.ops.mK, counts.ops.mV)]
             tma = tuple((info.atom, info.tma_tensor) for info in infos)
         self.kernel(given, tma, counts.divisors(), scale).launch(
             grid=(cutlass.min(counts.units, max_ctas), 1, 1),
@@ -52,15 +52,15 @@ class PrefillSm90a(Entry):
     def kernel(self, given: tuple, tma: tuple | None, by: tuple, scale: Float32):
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        buffers = Buffers(self.traits)
+        counts, buffers = Counts(self.traits, Operands(*given), by), Buffers(self.traits)
+        loads = Loads(counts, buffers, self.dtype, tma, lane)
         if tidx == 0:
-            buffers.init()
+            buffers.init(loads.by_tma)
         cute.arch.sync_threads()
-        counts = Counts(self.traits, Operands(*given), by)
         multiplying, copying = self.traits.registers
         if warp < COPY_WARPS:
             cute.arch.setmaxregister_decrease(copying)
-            Loads(counts, buffers, self.dtype, tma, lane).run(warp)
+            loads.run(warp)
         else:
             cute.arch.setmaxregister_increase(multiplying)
             self._multiply(counts, buffers, scale, warp - COPY_WARPS, lane)
@@ -136,11 +136,9 @@ class PrefillSm90a(Entry):
         """
         keys, values = buffers.tokens
         ahead, ahead_parity = keys.next(stage, parity)
-        self._see_rows()
         products.turns.wait()
         products.scores(queries, keys.address(ahead), rS)
         values.wait_full(stage, parity)
-        self._see_rows()
         products.values(rP, values.address(stage), rO, ends_turn=True)
         keep(rS, wait_groups(1, flat(rS))[0])
         rScale, grew = self._weigh(i, buffers, softmax, mask, cap, rS, ahead, scale, lane)
@@ -185,7 +183,6 @@ class PrefillSm90a(Entry):
             values.release(stage, lane)
             self._store(unit, rows, softmax, rO, lane)
         else:
-            self._see_rows()
             products.turns.wait()
             products.values(rP, values.address(stage), rO, ends_turn=True)
             keep(rO, wait_groups(0, flat(rO))[0])
@@ -202,11 +199,6 @@ class PrefillSm90a(Entry):
         if wanted:
             keys = buffers.tokens[KEYS]
             keys.wait_full(*keys.next(stage, parity))
-
-    def _see_rows(self) -> None:
-        """What TMA writes matrix instructions see anyway."""
-        if not self.traits.by_tma:
-            see_copies()
 
     def _store(self, unit: Unit, rows: list, softmax: OnlineSoftmax, rO: cute.Tensor, lane) -> None:
         rWeight = cute.make_rmem_tensor((1, 1, 4), Float32)

@@ -8,8 +8,9 @@ from cuteforge.device.rows_sm90 import RowCopier
 from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP
-from cuteforge.gqa.prefill_sm90a.buffers import KEYS, Buffers
-from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS
+from cuteforge.gqa.prefill_sm90a.buffers import KEYS, VALUES, Buffers
+from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, TOKEN_WARPS
+from cuteforge.gqa.prefill_sm90a.token_tiles import TileBoxes, TileRows
 from cuteforge.gqa.result import store_nothing
 from cuteforge.gqa.work import Counts, Unit
 
@@ -19,50 +20,100 @@ class Loads(TraceConstant):
 
     Args:
         dtype: of the tensors.
-        tma: of keys and of values what `describe_rows` gave; None where rows are copied one by one.
+        tma: of keys and of values what `describe_rows` gave; None where no rows are adjacent.
+
+    Attributes:
+        by_tma: whether keys and values come by TMA: a constant, but for pages a matter of their size.
     """
 
     def __init__(self, counts: Counts, buffers: Buffers, dtype, tma: tuple | None, lane):
         self.counts, self.buffers, self.dtype, self.tma, self.lane = counts, buffers, dtype, tma, lane
         self.traits, self.tile = counts.traits, counts.traits.tile
         self.dims = self.traits.problem.head_dim, self.traits.problem.v_dim
+        is_cut = self.traits.problem.keys == "pages"
+        self.by_tma = counts.ops.mK.shape[1] % self.traits.box_rows == 0 if is_cut else self.traits.box_rows > 0
 
     @cute.jit
     def run(self, warp: Int32):
         """What one of the copying warps does."""
-        if cutlass.const_expr(self.traits.by_tma):
-            if warp == 0:
-                self._copy_tokens_by_tma()
+        if cutlass.const_expr(isinstance(self.by_tma, bool)):
+            if cutlass.const_expr(self.by_tma):
+                self._copy_boxes(warp)
             else:
-                self._copy_queries(RowCopier(self.dims[:1], COPY_WARPS - 1, warp - 1, self.lane))
+                self._copy_rows(warp)
+        elif self.by_tma:
+            self._copy_boxes(warp)
         else:
-            self._copy_all(warp)
+            self._copy_rows(warp)
 
     @cute.jit
-    def _copy_tokens_by_tma(self):
-        """Keys and values, by one warp."""
-        counts, tile_n = self.counts, self.tile.tile_n
-        copies = [TmaRows(*tma, self.dtype, tile_n, dim) for tma, dim in zip(self.tma, self.dims)]
-        stage, parity = Int32(0), Int32(0)
+    def _copy_boxes(self, warp: Int32):
+        """By TMA, which takes one warp for keys and one for values; the others copy the queries, ahead of them."""
+        if warp < TOKEN_WARPS:
+            box_rows, tile_n = self.traits.box_rows, self.tile.tile_n
+            copies = [TmaRows(*tma, self.dtype, box_rows, tile_n, dim) for tma, dim in zip(self.tma, self.dims)]
+            loaded = self.buffers.loaded
+            self._copy_tokens(
+                warp == KEYS,
+                lambda unit, which: TileBoxes(unit, copies[which], which == VALUES, loaded, self.lane),
+                None,
+            )
+        else:
+            self._copy_queries(RowCopier(self.dims[:1], COPY_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane))
+
+    @cute.jit
+    def _copy_rows(self, warp: Int32):
+        """Row by row from wherever they are: keys by one half of the warps, values by the other, queries by all."""
+        half = COPY_WARPS // 2
+        copier = RowCopier(self.dims, half, warp % half, self.lane)
+        queries = RowCopier(self.dims[:1], COPY_WARPS, warp, self.lane)
+        self._copy_tokens(warp < half, lambda unit, which: TileRows(unit, copier, which, self.dims[which]), queries)
+
+    @cute.jit
+    def _copy_tokens(self, are_keys, tiles_of: cutlass.Constexpr, query_copier: RowCopier | None):
+        """Keys, or values, of all units. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
+        before, but would be copied after them (H200, pages: 19 % of the time).
+
+        Args:
+            tiles_of: unit, and keys or values -> their tiles.
+            query_copier: copies the queries of each unit as well, where it is given.
+        """
+        query_stage, query_parity = Int32(0), Int32(0)
+        place = (Int32(0),) * 3  # stage, its parity, and that of `loaded`
         index, step, step_after = first_unit()
-        while index < counts.units:
-            unit = Unit.of_block(counts, index, self.lane)
-            place = (unit.head, unit.batch) if cutlass.const_expr(len(counts.ops.mK.shape) == 4) else (unit.head,)
+        while index < self.counts.units:
+            unit = Unit.of_block(self.counts, index, self.lane)
             first, end = unit.tiles()
-            for tile in cutlass.range(first, end, unroll=1):
-                token = tile * tile_n
-                for which in cutlass.range_constexpr(len(copies)):
-                    stages = self.buffers.tokens[which]
-                    stages.wait_free(stage, parity)
-                    copies[which].copy(
-                        stages.address(stage), stages.full(stage), unit.first_key + token, unit.k_len - token, place
-                    )
-                stage, parity = self.buffers.tokens[KEYS].next(stage, parity)
+            if cutlass.const_expr(query_copier is not None):
+                query_stage, query_parity = self._copy_queries_of(
+                    unit, end - first, query_copier, query_stage, query_parity
+                )
+            if are_keys:
+                place = self._copy_tiles(tiles_of(unit, KEYS), KEYS, first, end, *place)
+            else:
+                place = self._copy_tiles(tiles_of(unit, VALUES), VALUES, first, end, *place)
             index, step, step_after = index + step, step_after, step
+        if cutlass.const_expr(query_copier is not None):
+            self._tell_end(query_copier, query_stage, query_parity)
+
+    @cute.jit
+    def _copy_tiles(
+        self, tiles, which: cutlass.Constexpr, first: Int32, end: Int32, stage: Int32, parity: Int32, loaded_parity: Int32
+    ):  # fmt: skip
+        """The tiles of a unit, looked up one ahead. Returns the place of the next one."""
+        stages = self.buffers.tokens[which]
+        found = tiles.look_up(first)
+        for tile in cutlass.range(first, end, unroll=1):
+            after = tiles.look_up(tile + 1)
+            stages.wait_free(stage, parity)
+            loaded_parity = tiles.copy(stages, stage, tile, found, loaded_parity)
+            found = after
+            stage, parity = stages.next(stage, parity)
+        return stage, parity, loaded_parity
 
     @cute.jit
     def _copy_queries(self, copier: RowCopier):
-        """What the units are, and their queries, beside `_copy_tokens_by_tma`."""
+        """What the units are, and their queries, beside `_copy_tokens`."""
         stage, parity = Int32(0), Int32(0)
         index, step, step_after = first_unit()
         while index < self.counts.units:
@@ -71,33 +122,6 @@ class Loads(TraceConstant):
             stage, parity = self._copy_queries_of(unit, end - first, copier, stage, parity)
             index, step, step_after = index + step, step_after, step
         self._tell_end(copier, stage, parity)
-
-    @cute.jit
-    def _copy_all(self, warp: Int32):
-        """Queries, and keys and values row by row, from wherever they are."""
-        tile_n, tokens = self.tile.tile_n, self.buffers.tokens
-        query_copier, copier = (RowCopier(dims, COPY_WARPS, warp, self.lane) for dims in (self.dims[:1], self.dims))
-        query_stage, query_parity, stage, parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        index, step, step_after = first_unit()
-        while index < self.counts.units:
-            unit = Unit.of_block(self.counts, index, self.lane)
-            first, end = unit.tiles()
-            query_stage, query_parity = self._copy_queries_of(
-                unit, end - first, query_copier, query_stage, query_parity
-            )
-            source = unit.source()
-            found = copier.look_up(source, first * tile_n, tile_n, unit.k_len)
-            for tile in cutlass.range(first, end, unroll=1):
-                after = copier.look_up(source, (tile + 1) * tile_n, tile_n, unit.k_len)
-                addresses = source.addresses(found)
-                for which in cutlass.range_constexpr(len(tokens)):
-                    tokens[which].wait_free(stage, parity)
-                    copier.copy(tokens[which].address(stage), tile_n, 0, tile_n, self.dims[which], addresses[which])
-                    tokens[which].fill_when_copied(stage)
-                found = after
-                stage, parity = tokens[KEYS].next(stage, parity)
-            index, step, step_after = index + step, step_after, step
-        self._tell_end(query_copier, query_stage, query_parity)
 
     @cute.jit
     def _copy_queries_of(self, unit: Unit, num_tiles: Int32, copier: RowCopier, stage: Int32, parity: Int32):

@@ -24,8 +24,9 @@ PARTS = 2  # unfinished units of a CTA: one that began before its share, one tha
 MAX_WAVES = 4
 MAX_WORKSPACE_BYTES = 64 * 2**20
 MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
-# Requests of unlike lengths, up to so many turns of keys: a CTA reads them sooner than a second kernel, which joins parts, is launched (about 2 us).
-MAX_WHOLE_TURNS = 4
+# Requests of unlike lengths, up to so many keys: a CTA reads them sooner than a second kernel, which joins parts, is launched (about 2 us).
+MAX_WHOLE_KEYS = 256
+LARGE_SMEM_BYTES = 160 * 1024  # of a CTA: A100, Hopper, B200
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,12 @@ class Traits:
         return self.tile.key_warps > 1
 
     @property
+    def lookups_ahead(self) -> int:
+        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200, pages of one token, D = 128:
+        3 % over one, three no better)."""
+        return 2 if self.problem.is_paged and self.tile.key_warps > 1 and _widest(self.problem) <= 128 else 1
+
+    @property
     def k_steps(self) -> int:
         """Matrix instructions along the head dim."""
         return -(-self.problem.head_dim // 16)
@@ -242,7 +249,17 @@ def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
 
     One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us against 278): fewer
     streams, each of them longer.
+
+    Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its products (H200, 64 requests of
+    4096 keys: pages of 16 259 us against 264, of 1 264 against 290).
     """
+    if (
+        rows <= ROW_BLOCK
+        and problem.is_paged
+        and _widest(problem) <= 128
+        and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES
+    ):
+        return Tile(1, 1, 4, 32, 2 if _widest(problem) > 64 else 4, 1)
     blocks, in_smem = -(-rows // ROW_BLOCK), _widest(problem) > 192 and _lacks_registers(problem, arch)
     if blocks == 1:
         return Tile(1, 1, 4, 16, 3 if _widest(problem) > 128 else 4, 1, in_smem)

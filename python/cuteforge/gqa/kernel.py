@@ -203,15 +203,15 @@ class Attention(Entry):
         self, unit, ring, rows: list, first_row: Int32, query_address: Int32, softmax, rO, rWeight, begin: Int32, count: Int32,
         group: Int32, scale: Float32, lane: Int32,
     ):  # fmt: skip
-        """Go through the group's tiles, the copies `num_stages - 1` tiles ahead and the look-ups one tile further."""
+        """Go through the group's tiles, the copies `num_stages - 1` tiles ahead and the look-ups some further."""
         tile, num_stages = self.traits.tile, self.traits.tile.num_stages
         step = tile.key_warps
-        found = [ring.look_up(begin + ahead * step) for ahead in range(num_stages)]
+        found = [ring.look_up(begin + ahead * step) for ahead in range(num_stages - 1 + self.traits.lookups_ahead)]
         for ahead in cutlass.range_constexpr(num_stages - 1):
             if ahead < count:
                 ring.issue(begin + ahead * step, Int32(ahead), found[ahead])
             cute.arch.cp_async_commit_group()
-        found = found[num_stages - 1]
+        found = found[num_stages - 1 :]
         # after the copies: their wait is not behind that of the queries
         queries = load_queries(unit, rows, first_row, scale, query_address, lane)
         mask, cap = ScoreMask(unit, rows, lane), ScoreCap(scale, unit.ops.softcap)
@@ -220,9 +220,9 @@ class Attention(Entry):
             self._sync_group(group)
             ahead = turn + (num_stages - 1)
             if ahead < count:
-                ring.issue(begin + ahead * step, ring.stage_of(ahead), found)
+                ring.issue(begin + ahead * step, ring.stage_of(ahead), found[0])
             cute.arch.cp_async_commit_group()
-            found = ring.look_up(begin + (ahead + 1) * step)
+            found = [*found[1:], ring.look_up(begin + (ahead + len(found)) * step)]
             self._attend_tile(
                 ring, mask, cap, queries, softmax, rO, rWeight, begin + turn * step, ring.stage_of(turn), lane
             )

@@ -11,13 +11,13 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from cuteforge.device.math import fast_divisor
-from cuteforge.gqa.config import MAX_WAVES, MAX_WHOLE_TURNS, cta_workspace_bytes
+from cuteforge.gqa.config import MAX_WAVES, MAX_WHOLE_KEYS, cta_workspace_bytes
 from cuteforge.gqa.shares import is_uniform, turns_of_keys
 from cuteforge.gqa.work import Counts
 
-# Costs in 1/16 of a turn, in which a GPU full of CTAs reads a tile of keys for each (H200, D 128: 16 turns are 16 us).
-TURN = 16
-LEAST_TURN = 9  # of a CTA among few: 64 CTAs on 132 SMs reach 96 % of the memory's rate
+# Costs in 1/16 of the time in which a GPU full of CTAs reads 64 keys for each (H200, D 128: 1 us).
+UNIT_KEYS, KEYS = 64, 16
+LEAST_KEYS = 9  # of a CTA among few: 64 CTAs on 132 SMs reach 96 % of the memory's rate
 SWITCH = 32  # from one unit to the next: the ring runs empty, the groups of warps join
 JOIN = 16  # in a cluster
 COMBINE = 48  # a second kernel
@@ -35,20 +35,20 @@ def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
     room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(counts.traits)) // counts.kv_heads
     pieces, cluster = Int32(0), Int32(1)
     teams = _even_teams(counts, units, turns, room, max_ctas)
+    least = _share_cost(counts, units, turns, teams, max_ctas)
     if most_splits > 0:
         pieces = cutlass.max(cutlass.min(most_splits, room // units), 1)
         teams = units * pieces
     elif is_uniform(counts.traits) or counts.requests == 1:
-        least = _share_cost(counts, units, turns, teams, max_ctas)
         for log_size in cutlass.range_constexpr(counts.traits.cluster.bit_length() or 1):
-            cost = _piece_cost(counts.units, turns, 1 << log_size, max_ctas)
+            cost = _piece_cost(counts, turns, 1 << log_size, max_ctas)
             at_once = counts.units <= max_ctas >> log_size
             if cost <= least and (log_size == 0 or at_once):
                 least = cost
                 cluster = Int32(1 << log_size)
                 pieces = cluster
                 teams = units * pieces
-    elif turns <= MAX_WHOLE_TURNS and counts.units <= max_ctas:
+    elif turns <= MAX_WHOLE_KEYS // counts.traits.tile.turn_keys and _piece_cost(counts, turns, 1, max_ctas) <= least:
         pieces = Int32(1)
         teams = units
     return teams, pieces, fast_divisor(turns), cluster
@@ -72,17 +72,18 @@ def _even_teams(counts: Counts, units: Int32, turns: Int32, room: Int32, max_cta
 
 def _share_cost(counts: Counts, units, turns, teams, max_ctas):
     """The whole line in equal shares: each touches a unit more than it holds."""
-    reading = Int64(counts.units) * Int64(turns) * TURN // Int64(max_ctas)
+    reading = Int64(counts.units) * Int64(turns) * KEYS // Int64(max_ctas) * counts.traits.tile.turn_keys // UNIT_KEYS
     return reading + Int64((1 + units // teams) * SWITCH + COMBINE)
 
 
-def _piece_cost(units, turns, pieces: int, max_ctas):
+def _piece_cost(counts: Counts, turns, pieces: int, max_ctas):
     """`pieces` CTAs for each unit, in as many waves as it takes."""
-    ctas = Int64(units) * pieces
+    ctas = Int64(counts.units) * pieces
     waves, rest = ctas // Int64(max_ctas), Int32(ctas % Int64(max_ctas))
-    last = cutlass.max((rest * TURN + (max_ctas - 1)) // max_ctas, LEAST_TURN)
+    last = cutlass.max((rest * KEYS + (max_ctas - 1)) // max_ctas, LEAST_KEYS)
     has_last = cutlass.min(rest, 1)
-    reading = Int64((turns + (pieces - 1)) // pieces) * (waves * TURN + Int64(has_last * last))
+    reading = Int64((turns + (pieces - 1)) // pieces) * (waves * KEYS + Int64(has_last * last))
+    reading = reading * counts.traits.tile.turn_keys // UNIT_KEYS
     return reading + (waves + Int64(has_last)) * SWITCH + (JOIN if pieces > 1 else 0)
 
 

@@ -49,7 +49,7 @@ class Shares(TraceConstant):
         self.counts, self.lane = counts, lane
         teams, self.pieces, self.by_turns, _ = plan
         self.is_uniform = is_uniform(counts.traits)
-        self.total = self._total()
+        self.total = self._length()
         # Every share has a turn, and so leaves the parts that are read; teams beyond that have none.
         self.teams = cutlass.min(teams, self.total)
         self.per_team = self.total // self.teams
@@ -60,6 +60,14 @@ class Shares(TraceConstant):
         if self.is_uniform:
             return self.by_turns.divisor
         return turns_of_keys(self.counts, self.counts.keys_of(batch)[1])
+
+    @cute.jit
+    def _length(self):
+        """Turns of the whole line; 1 where units are cut one by one, which takes no look at the lengths of all."""
+        length = Int32(1)
+        if self.pieces == 0:
+            length = self._total()
+        return length
 
     @cute.jit
     def _total(self):

@@ -12,6 +12,7 @@ from cuteforge.gqa.config import (
     MAX_WAVES,
     PARTS,
     ROW_BLOCK,
+    WARP,
     Problem,
     Tile,
     Traits,
@@ -136,13 +137,23 @@ def cut(traits):
 
 @each_gpu
 def test_tile_does_not_depend_on_what_the_operands_are(gpu):
-    """Paging and lengths change what is copied, not how the work is cut: the results agree bit by bit."""
+    """Lengths and the size of pages change what is copied, not how the work is cut: the results agree bit by bit."""
     arch = arch_of(gpu)
-    facts = {"keys": "pages", "lengths": "seqlens", "causal": True, "has_lse": True, "has_rows": True}
-    for d, rows in itertools.product((64, 128, 256), (1, 20)):
-        plain, other = problem(d, d), problem(d, d, **facts)
+    facts = {"lengths": "seqlens", "causal": True, "has_lse": True}
+    paged = {"keys": "pages", "lengths": "indptr"}
+    kinds = (({}, facts), (paged, {**paged, **facts, "keys": "tokens", "has_rows": True}))
+    for d, rows, (first, second) in itertools.product((64, 128, 256), (1, 20), kinds):
+        plain, other = problem(d, d, **first), problem(d, d, **second)
         assert cut(select_decode(plain, rows, arch, True)) == cut(select_decode(other, rows, arch, True))
         assert cut(select_prefill(plain, arch)) == cut(select_prefill(other, arch))
+
+
+def test_decode_of_pages_looks_up_a_row_with_each_lane_where_two_such_tiles_fit():
+    for gpu in GPUS:
+        arch = arch_of(gpu)
+        tile = select_decode(problem(128, 128, keys="tokens", lengths="seqlens"), 4, arch, True).tile
+        assert (tile.tile_n == WARP) == (arch.smem_bytes_per_cta >= 160 * 1024), (gpu, tile)
+        assert select_decode(MODEL, 4, arch, True).tile.tile_n == WARP // 2
 
 
 @each_gpu

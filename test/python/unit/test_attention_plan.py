@@ -73,8 +73,9 @@ def test_requests_of_unlike_lengths_are_shared(capfd, requests, way):
     assert planned(capfd, requests, 8, 4096, facts=PAGED)[1] == way
 
 
-def test_short_requests_of_unlike_lengths_take_no_second_kernel(capfd):
-    assert planned(capfd, 3, 8, 256, facts=PAGED)[1] == WHOLE
+@pytest.mark.parametrize("requests", [3, 128])
+def test_short_requests_of_unlike_lengths_take_no_second_kernel(capfd, requests):
+    assert planned(capfd, requests, 8, 256, facts=PAGED)[1] == WHOLE
 
 
 @pytest.mark.parametrize("splits", [1, 7])

@@ -1,8 +1,8 @@
 """Rows by TMA: one instruction of one thread copies 64 columns of adjacent rows, a box, to a tile in shared memory (sm_90 and up).
 
 TMA fills with zeros what is outside of a tensor, but the rows of a request end where its length says, not where the tensor does: what a box holds
-after them may be anything. A box that starts outside, or a tensor described from an address before its memory on, is an illegal access where nothing
-is mapped there (H200), so neither is ever asked for.
+after them may be anything. A descriptor with a second mode of tokens, based some rows before the tensor, could let boxes end anywhere; but boxes that
+ended before they began were illegal accesses where nothing is mapped there (H200). So descriptors start where tensors do, and boxes in them.
 """
 
 import cutlass

@@ -79,7 +79,9 @@ class TileBoxes(TraceConstant):
             place = (unit.head, unit.batch) if cutlass.const_expr(len(unit.ops.mK.shape) == 4) else (unit.head,)
             copies.copy(target, barrier, unit.first_key + token, place)
         else:
-            for box in cutlass.range(self.boxes, unroll=4 if is_whole else 1):
+            # four at a time are 1 % faster than two; with a window and a cap the copying warps lack the registers (ptxas of CUDA 12: spills)
+            at_once = 2 if unit.traits.problem.has_options else 4
+            for box in cutlass.range(self.boxes, unroll=at_once if is_whole else 1):
                 page, slot = (cute.arch.shuffle_sync(x, box) for x in found)
                 if cutlass.const_expr(is_whole):
                     copies.copy(target + box * (copies.rows * ROW_BYTES), barrier, slot, (unit.head, page))

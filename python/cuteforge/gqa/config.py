@@ -142,8 +142,8 @@ class Traits:
 
     @property
     def lookups_ahead(self) -> int:
-        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200, pages of one token, D = 128:
-        3 % over one, three no better)."""
+        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200, 128 requests of 1024 keys in
+        pages of one token: 163 us, 168 with one, 161 with three, which gained nothing elsewhere)."""
         return 2 if self.problem.is_paged and self.tile.key_warps > 1 and _widest(self.problem) <= 128 else 1
 
     @property
@@ -251,7 +251,7 @@ def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
     streams, each of them longer.
 
     Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its products (H200, 64 requests of
-    4096 keys: pages of 16 259 us against 264, of 1 264 against 290).
+    4096 keys: pages of 16 264 us against 267, of 1 267 against 297).
     """
     if (
         rows <= ROW_BLOCK

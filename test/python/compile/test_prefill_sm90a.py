@@ -65,7 +65,7 @@ def check_it_fits(traits, code, smem_bytes):
 
 
 def check_copies(traits, code):
-    """Keys and values by TMA where they are in one piece, everything else 16 bytes a lane past registers and L1."""
+    """Keys and values by TMA where some lie next to one another, everything else 16 bytes a lane past registers and L1."""
     assert (code.count("UTMALDG") > 0) == (traits.problem.keys != "tokens")
     assert code.count(r"LDGSTS\.E\.BYPASS.*\.128\b") == code.count("LDGSTS") > 0, code.matching("LDGSTS")
 

@@ -72,7 +72,7 @@ class Loads(TraceConstant):
     @cute.jit
     def _copy_tokens(self, are_keys, tiles_of: cutlass.Constexpr, query_copier: RowCopier | None):
         """Keys, or values, of all units. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
-        before, but would be copied after them (H200, pages: 19 % of the time).
+        before, but would be copied after them (H200, 4 requests of 4096 tokens in pages of 16: 1.08 of dense keys, 1.19 with one warp for both).
 
         Args:
             tiles_of: unit, and keys or values -> their tiles.

@@ -79,7 +79,7 @@ class TileBoxes(TraceConstant):
             place = (unit.head, unit.batch) if cutlass.const_expr(len(unit.ops.mK.shape) == 4) else (unit.head,)
             copies.copy(target, barrier, unit.first_key + token, place)
         else:
-            # four at a time are 1 % faster than two; with a window and a cap the copying warps lack the registers (ptxas of CUDA 12: spills)
+            # four at a time where registers allow: with a window, a cap and sinks the copying warps spill 8 bytes then (ptxas of CUDA 12)
             at_once = 2 if unit.traits.problem.has_options else 4
             for box in cutlass.range(self.boxes, unroll=at_once if is_whole else 1):
                 page, slot = (cute.arch.shuffle_sync(x, box) for x in found)
@@ -130,7 +130,7 @@ class TileRows(TraceConstant):
         for i, (first, rows) in enumerate(self._parts()):
             address = self.source.addresses(found[2 * i : 2 * i + 2])[self.which]
             self.copier.copy(stages.address(stage), self.tile_n, first, rows, self.dim, address)
-        # waited for here, so that the fence costs nothing to the warps that multiply (H200: 2 % of the time)
+        # waited for here, so that the fence is none of the warps that multiply
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         see_copies()

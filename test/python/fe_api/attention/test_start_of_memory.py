@@ -1,7 +1,7 @@
 """Keys that are the first allocation of a process, with nothing mapped before them: whatever is read, it is not from there.
 
-A descriptor of TMA that started some rows before the tensor, so that requests could end anywhere in a tile, was an illegal access in such a process
-and in no other (H200).
+Boxes of TMA that lay outside of a pool with all their rows, of a descriptor that started some rows before it, were illegal accesses in such a process
+and in no other (H200): whichever test of paged prefill came first failed. Dense keys had no such boxes; they are here because they share the copies.
 """
 
 import pytest

@@ -10,7 +10,7 @@ from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.config import WARP
 from cuteforge.gqa.prefill_sm90a.buffers import KEYS, VALUES, Buffers
 from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, TOKEN_WARPS
-from cuteforge.gqa.prefill_sm90a.token_tiles import TileBoxes, TileRows
+from cuteforge.gqa.prefill_sm90a.token_tiles import Tail, TileBoxes, TileRows, no_tail
 from cuteforge.gqa.result import store_nothing
 from cuteforge.gqa.work import Counts, Unit
 
@@ -50,14 +50,11 @@ class Loads(TraceConstant):
     def _copy_boxes(self, warp: Int32):
         """By TMA, which takes one warp for keys and one for values; the others copy the queries, ahead of them."""
         if warp < TOKEN_WARPS:
-            box_rows, tile_n = self.traits.box_rows, self.tile.tile_n
-            copies = [TmaRows(*tma, self.dtype, box_rows, tile_n, dim) for tma, dim in zip(self.tma, self.dims)]
-            loaded = self.buffers.loaded
-            self._copy_tokens(
-                warp == KEYS,
-                lambda unit, which: TileBoxes(unit, copies[which], which == VALUES, loaded, self.lane),
-                None,
-            )
+            tiles = []
+            for tma, dim, loaded in zip(self.tma, self.dims, (None, self.buffers.loaded)):
+                copies = TmaRows(*tma, self.dtype, self.traits.box_rows, self.tile.tile_n, dim)
+                tiles.append(TileBoxes(self.traits, copies, loaded, self.lane))
+            self._copy_tokens(warp == KEYS, tiles, None)
         else:
             self._copy_queries(RowCopier(self.dims[:1], COPY_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane))
 
@@ -66,20 +63,21 @@ class Loads(TraceConstant):
         """Row by row from wherever they are: keys by one half of the warps, values by the other, queries by all."""
         half = COPY_WARPS // 2
         copier = RowCopier(self.dims, half, warp % half, self.lane)
-        queries = RowCopier(self.dims[:1], COPY_WARPS, warp, self.lane)
-        self._copy_tokens(warp < half, lambda unit, which: TileRows(unit, copier, which, self.dims[which]), queries)
+        tiles = [TileRows(self.traits, copier, which, dim) for which, dim in enumerate(self.dims)]
+        self._copy_tokens(warp < half, tiles, RowCopier(self.dims[:1], COPY_WARPS, warp, self.lane))
 
     @cute.jit
-    def _copy_tokens(self, are_keys, tiles_of: cutlass.Constexpr, query_copier: RowCopier | None):
+    def _copy_tokens(self, are_keys, tiles: cutlass.Constexpr, query_copier: RowCopier | None):
         """Keys, or values, of all units. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
         before, but would be copied after them (H200, 4 requests of 4096 tokens in pages of 16: 1.08 of dense keys, 1.19 with one warp for both).
 
         Args:
-            tiles_of: unit, and keys or values -> their tiles.
+            tiles: of keys, and of values.
             query_copier: copies the queries of each unit as well, where it is given.
         """
         query_stage, query_parity = Int32(0), Int32(0)
         place = (Int32(0),) * 3  # stage, its parity, and that of `loaded`
+        tail = no_tail()
         index, step, step_after = first_unit()
         while index < self.counts.units:
             unit = Unit.of_block(self.counts, index, self.lane)
@@ -89,27 +87,32 @@ class Loads(TraceConstant):
                     unit, end - first, query_copier, query_stage, query_parity
                 )
             if are_keys:
-                place = self._copy_tiles(tiles_of(unit, KEYS), KEYS, first, end, *place)
+                place, tail = self._copy_tiles(unit, tiles[KEYS], KEYS, first, end, place, tail)
             else:
-                place = self._copy_tiles(tiles_of(unit, VALUES), VALUES, first, end, *place)
+                place, tail = self._copy_tiles(unit, tiles[VALUES], VALUES, first, end, place, tail)
             index, step, step_after = index + step, step_after, step
+        if not are_keys:
+            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, place[2])
         if cutlass.const_expr(query_copier is not None):
             self._tell_end(query_copier, query_stage, query_parity)
 
     @cute.jit
     def _copy_tiles(
-        self, tiles, which: cutlass.Constexpr, first: Int32, end: Int32, stage: Int32, parity: Int32, loaded_parity: Int32
+        self, unit: Unit, tiles: cutlass.Constexpr, which: cutlass.Constexpr, first: Int32, end: Int32, place: tuple, tail: Tail
     ):  # fmt: skip
-        """The tiles of a unit, looked up one ahead. Returns the place of the next one."""
+        """The tiles of a unit, looked up one ahead. Returns the place of the next one, and the tail of the last."""
         stages = self.buffers.tokens[which]
-        found = tiles.look_up(first)
+        stage, parity, loaded_parity = place
+        found = tiles.look_up(unit, first)
         for tile in cutlass.range(first, end, unroll=1):
-            after = tiles.look_up(tile + 1)
+            after = tiles.look_up(unit, tile + 1)
+            if cutlass.const_expr(which == VALUES):
+                loaded_parity = tiles.finish(stages, tail, loaded_parity)
             stages.wait_free(stage, parity)
-            loaded_parity = tiles.copy(stages, stage, tile, found, loaded_parity)
+            tail = tiles.copy(unit, stages, stage, tile, found)
             found = after
             stage, parity = stages.next(stage, parity)
-        return stage, parity, loaded_parity
+        return (stage, parity, loaded_parity), tail
 
     @cute.jit
     def _copy_queries(self, copier: RowCopier):

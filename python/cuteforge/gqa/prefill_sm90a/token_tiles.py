@@ -1,4 +1,6 @@
-"""Tiles of the keys, or of the values, of a unit on their way to shared memory: by TMA in boxes of adjacent rows, or row by row."""
+"""Tiles of the keys, or of the values, on their way to shared memory: by TMA in boxes of adjacent rows, or row by row."""
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
@@ -16,66 +18,89 @@ from cuteforge.device.traced import TraceConstant
 from cuteforge.gqa.work import Unit
 
 ALL = (1 << WARP) - 1  # lanes
+NONE = -1
+
+
+class Tail(NamedTuple):
+    """A tile on its way of which not all exists: the rest becomes zeros once it is there.
+
+    Attributes:
+        stage: where it is, `NONE` if there is no such tile.
+        left: rows from its first one on that exist.
+        there: bits of its boxes that are in memory.
+    """
+
+    stage: Int32
+    left: Int32
+    there: Int32
 
 
 class TileBoxes(TraceConstant):
-    """By all lanes of one warp.
+    """Tiles of one matrix, keys or values, by all lanes of one warp.
 
     Args:
-        copies: of keys or of values.
-        clears: whether rows that do not exist become zeros. Values have to: what lies after the last one may be a NaN, and 0 times a NaN is one.
-            Scores with such keys are masked.
-        loaded: barrier that counts what is loaded before the rest becomes zeros.
+        copies: of the matrix.
+        loaded: barrier that counts what is loaded of a tile before the rest of it becomes zeros; None where it need not. Values have to: what lies
+            after the last one may be a NaN, and 0 times a NaN is one. Scores with such keys are masked.
     """
 
-    def __init__(self, unit: Unit, copies: TmaRows, clears: bool, loaded: cute.Pointer, lane):
-        self.unit, self.copies, self.clears, self.loaded, self.lane = unit, copies, clears, loaded, lane
-        self.tile_n, self.boxes = unit.traits.tile.tile_n, unit.traits.tile.tile_n // copies.rows
-        self.source = unit.source() if unit.traits.problem.is_paged else None
+    def __init__(self, traits, copies: TmaRows, loaded: cute.Pointer | None, lane):
+        self.copies, self.loaded, self.lane = copies, loaded, lane
+        self.is_paged, self.tile_n = traits.problem.is_paged, traits.tile.tile_n
+        self.boxes = self.tile_n // copies.rows
 
-    def look_up(self, tile):
+    def look_up(self, unit: Unit, tile):
         """Where the boxes of a tile of pages start, one for each lane, for `copy`."""
-        if self.source is None:
+        if not self.is_paged:
             return Int32(0), Int32(0)
-        end = select(self.lane < self.boxes, self.unit.k_len, Int32(0))
-        return self.source.look_up(tile * self.tile_n + self.lane * self.copies.rows, end)
+        end = select(self.lane < self.boxes, unit.k_len, Int32(0))
+        return unit.source().look_up(tile * self.tile_n + self.lane * self.copies.rows, end)
 
     @cute.jit
-    def copy(self, stages: Stages, stage: Int32, tile: Int32, found: tuple, loaded_parity: Int32):
-        """Start filling a stage. Returns the parity of `loaded` after it."""
+    def copy(self, unit: Unit, stages: Stages, stage: Int32, tile: Int32, found: tuple):
+        """Start filling a stage. Returns its tail, which `finish` takes before the next call."""
         target, full, token = stages.address(stage), stages.full(stage), tile * self.tile_n
-        left = self.unit.k_len - token
-        there = cute.arch.vote_ballot_sync(self._is_there(found))
+        tail_stage, left, there = Int32(NONE), unit.k_len - token, Int32(1)
+        if cutlass.const_expr(self.is_paged):
+            there = cute.arch.vote_ballot_sync(unit.source().has_page(found[0]))
         is_whole = there == Int32(ALL >> (WARP - self.boxes))
-        if cutlass.const_expr(self.clears):
+        if cutlass.const_expr(self.loaded is not None):
             is_whole = is_whole & (left >= self.tile_n)
-        if cutlass.const_expr(self.source is None and not self.clears):
-            self._load(target, full, token, found)
+        if cutlass.const_expr(self.loaded is None and not self.is_paged):
+            self._load(unit, target, full, token, found)
         elif is_whole:
-            self._load(target, full, token, found)
-        elif cutlass.const_expr(self.clears):
-            self._load(target, self.loaded, token, found, there)
+            self._load(unit, target, full, token, found)
+        elif cutlass.const_expr(self.loaded is not None):
+            self._load(unit, target, self.loaded, token, found, there)
+            tail_stage = stage
+        else:
+            self._load(unit, target, full, token, found, there)
+        return Tail(tail_stage, left, there)
+
+    @cute.jit
+    def finish(self, stages: Stages, tail: Tail, loaded_parity: Int32):
+        """Wait for a tile that has a tail, and zero it. Returns the parity of `loaded` after it.
+
+        Later than the copy, so that what comes next is looked for while it is on its way: of 1024 requests of 32 keys each one has a tail.
+        """
+        if tail.stage != NONE:
             cute.arch.mbarrier_wait(self.loaded, loaded_parity)
             loaded_parity = loaded_parity ^ 1
-            self._clear(target, left, there)
+            self._clear(stages.address(tail.stage), tail.left, tail.there)
             see_copies()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
-        else:
-            self._load(target, full, token, found, there)
+                cute.arch.mbarrier_arrive(stages.full(tail.stage))
         return loaded_parity
 
-    def _is_there(self, found: tuple):
-        """Whether the box that this lane has looked up is in memory."""
-        return self.lane == 0 if self.source is None else self.source.has_page(found[0])
-
     @cute.jit
-    def _load(self, target: Int32, barrier: cute.Pointer, token: Int32, found: tuple, there: Int32 | None = None):
+    def _load(
+        self, unit: Unit, target: Int32, barrier: cute.Pointer, token: Int32, found: tuple, there: Int32 | None = None
+    ):  # fmt: skip
         """Start copying the boxes of a tile, all of them if it is not said which are `there`."""
-        unit, copies, is_whole = self.unit, self.copies, there is None
+        copies, is_whole = self.copies, there is None
         copies.expect(barrier, self.boxes if is_whole else cute.arch.popc(there))
-        if cutlass.const_expr(self.source is None):
+        if cutlass.const_expr(not self.is_paged):
             place = (unit.head, unit.batch) if cutlass.const_expr(len(unit.ops.mK.shape) == 4) else (unit.head,)
             copies.copy(target, barrier, unit.first_key + token, place)
         else:
@@ -92,7 +117,7 @@ class TileBoxes(TraceConstant):
     def _clear(self, target: Int32, left: Int32, there: Int32):
         """Zero the rows from the `left`-th on, and those of boxes that are not there."""
         copies, at_once = self.copies, WARP // LINE_CHUNKS
-        begin = left // at_once * at_once if self.source is None else 0
+        begin = 0 if self.is_paged else left // at_once * at_once
         for row in cutlass.range(begin + self.lane // LINE_CHUNKS, self.tile_n, at_once, unroll=1):
             if row >= left or (there >> (row // copies.rows)) & 1 == 0:
                 for panel in cutlass.range_constexpr(-(-copies.cols // PANEL_COLS)):
@@ -101,38 +126,44 @@ class TileBoxes(TraceConstant):
 
 
 class TileRows(TraceConstant):
-    """By the warps of a copier.
+    """Tiles of one matrix by the warps of a copier.
 
     Args:
         which: keys or values, as in `Buffers.tokens`.
         dim: their columns.
     """
 
-    def __init__(self, unit: Unit, copier: RowCopier, which: int, dim: int):
-        self.unit, self.copier, self.which, self.dim = unit, copier, which, dim
-        self.tile_n, self.source = unit.traits.tile.tile_n, unit.source()
+    def __init__(self, traits, copier: RowCopier, which: int, dim: int):
+        self.copier, self.which, self.dim, self.tile_n = copier, which, dim, traits.tile.tile_n
 
     def _parts(self) -> list[tuple[int, int]]:
         """(first row, rows) of what the lanes look up at once."""
         step = self.copier.rows_at_once
         return [(first, min(step, self.tile_n - first)) for first in range(0, self.tile_n, step)]
 
-    def look_up(self, tile):
+    def look_up(self, unit: Unit, tile):
         """Where the rows of a tile are, for `copy`."""
+        source = unit.source()
         found = [
-            self.copier.look_up(self.source, tile * self.tile_n + first, rows, self.unit.k_len)
-            for first, rows in self._parts()
+            self.copier.look_up(source, tile * self.tile_n + first, rows, unit.k_len) for first, rows in self._parts()
         ]
         return tuple(number for pair in found for number in pair)
 
-    def copy(self, stages: Stages, stage, tile, found: tuple, loaded_parity):
-        """Start filling a stage; rows that do not exist become zeros. Returns `loaded_parity`."""
+    def copy(self, unit: Unit, stages: Stages, stage, tile, found: tuple) -> Tail:
+        """Fill a stage; rows that do not exist become zeros. There is no tail."""
         for i, (first, rows) in enumerate(self._parts()):
-            address = self.source.addresses(found[2 * i : 2 * i + 2])[self.which]
+            address = unit.source().addresses(found[2 * i : 2 * i + 2])[self.which]
             self.copier.copy(stages.address(stage), self.tile_n, first, rows, self.dim, address)
         # waited for here, so that the fence is none of the warps that multiply
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         see_copies()
         cute.arch.mbarrier_arrive(stages.full(stage))
+        return no_tail()
+
+    def finish(self, stages: Stages, tail: Tail, loaded_parity):
         return loaded_parity
+
+
+def no_tail() -> Tail:
+    return Tail(Int32(NONE), Int32(0), Int32(0))

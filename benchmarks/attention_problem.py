@@ -184,6 +184,12 @@ class Problem:
 
         return functools.partial(getattr(cuteforge, self.wrapper_name), *self.inputs, **self.tensors, **self.config)
 
+    def policy(self) -> Callable[[], object]:
+        """The call that chooses a backend; of dense problems."""
+        import cuteforge
+
+        return functools.partial(cuteforge.attention, *self.inputs, is_causal=self.config.get("causal", False))
+
     def check_ours(self, call: Callable[[], object], who: str) -> None:
         """Runs `call`, which writes `out`, on a poisoned one, and compares; AssertionError names the first stretch over its budget."""
         self.out.fill_(math.nan)

@@ -184,7 +184,8 @@ def host_rows(run: Run) -> Iterator[Row]:
         if run.wants(f"host {metric}"):
             problem = Dense(shape)
             beside = candidates(run, problem, PREFILL_PEERS if shape.causal else DECODE_PEERS)
-            ours = {"bound": beside.pop("ours"), "execute": problem.execute(), "wrapper": problem.wrapper()}
+            ours = {"bound": beside.pop("ours"), "execute": problem.execute()}
+            ours |= {"wrapper": problem.wrapper(), "policy": problem.policy()}
             yield from runner.host_rows(ours, metric, beside)
 
 

@@ -12,6 +12,7 @@ from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
 from cuteforge.runtime.launch import bound_launch, entry_of, translate_error
+from cuteforge.runtime.seen import Seen
 from cuteforge.runtime.streams import current_stream_query, is_capturing, record_streams, stream_handle
 from cuteforge.tensor_spec import Dims, Signature, TensorSpec
 
@@ -51,13 +52,15 @@ class TupleDict(dict):
 class _Compiled:
     """What `compile` leaves behind: replaced as a whole, so a launch in another thread sees the old or the new one."""
 
-    __slots__ = ("arch", "kernel", "scalars")
+    __slots__ = ("arch", "kernel", "scalars", "seen")
 
     def __init__(self, kernel: Kernel, arch: Arch) -> None:
         self.kernel = kernel
         self.arch = arch
         # By device index; a device is in it once it is known to run the code.
         self.scalars: dict[int, tuple[int, ...]] = {}
+        # Operands that it was launched on, with the GPU and the scalars there, where an op keeps them.
+        self.seen = Seen()
 
 
 class APIBase:
@@ -222,30 +225,37 @@ class APIBase:
     # The launch path. It reads a type and a flag of each operand; the rest is checked by the compiled entry. Every line
     # counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
 
-    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = (), check_graph: bool = True) -> None:
+    def _launch(
+        self, operands: tuple, stream: Any = None, call_scalars: tuple = (), check_graph: bool = True,
+        target: tuple[int, tuple[int, ...]] | None = None,
+    ) -> None:  # fmt: skip
         """Launch on `operands`, all of `signature` in its order; see `execute`.
 
         Args:
             call_scalars: run-time scalars of this call, which follow those of the op.
             check_graph: False where the caller knows already that autograd follows none of the operands.
+            target: the GPU and the op's scalars there, where the op was launched on operands just like these: nothing is checked again.
         """
-        check_graph = check_graph and _grad_enabled()
-        for tensor in operands:
-            if type(tensor) is not _Tensor or (check_graph and tensor.requires_grad):
-                self._check_kinds(operands)
-                break
         compiled = self._compiled or self._load_again(operands)
-        device = operands[0].get_device()
-        try:
-            scalars = compiled.scalars[device]
-        except KeyError:
-            scalars = self._prepare_device(compiled, operands)
-        for i in self._stepped:
-            x = operands[i]
-            if not x.is_contiguous():
-                self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        if self._may_be_empty and self._is_empty(operands):
-            return self.check_call(operands)
+        if target is None:
+            check_graph = check_graph and _grad_enabled()
+            for tensor in operands:
+                if type(tensor) is not _Tensor or (check_graph and tensor.requires_grad):
+                    self._check_kinds(operands)
+                    break
+            device = operands[0].get_device()
+            try:
+                scalars = compiled.scalars[device]
+            except KeyError:
+                scalars = self._prepare_device(compiled, operands)
+            for i in self._stepped:
+                x = operands[i]
+                if not x.is_contiguous():
+                    self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
+            if self._may_be_empty and self._is_empty(operands):
+                return self.check_call(operands)
+        else:
+            device, scalars = target
         entry = compiled.kernel.entry
         if not env.launch_is_plain():
             self._check_on_request(operands)

@@ -21,8 +21,8 @@ def run_op(
     launch: Callable[..., None],
     copy: Callable[[Any], Any] | None = None,
     args: tuple = (),
-) -> None:
-    """Launch the compiled op of `key`.
+) -> Any:
+    """Launch the compiled op of `key`. Returns it, or None where inputs had to be copied.
 
     Inputs are looked at closely only when the op refuses them: then those that it cannot read are copied, on torch's current stream.
 
@@ -44,12 +44,14 @@ def run_op(
             env.require_kernels()  # before anything is compiled; the launch of an op that exists asks itself
             op = _ops.put(key, make(*inputs, *args).compile())
         launch(op, inputs, *args)
+        return op
     except ContractError:
         copies = tuple(map(copy or dense, inputs))
         if all(kept is given for kept, given in zip(copies, inputs)):
             raise
         op = _ops.get(key) or _ops.put(key, make(*copies, *args).compile())
         launch(op, copies, *args)
+        return None
 
 
 def dense(tensor: Any) -> Any:

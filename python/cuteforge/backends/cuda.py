@@ -18,6 +18,7 @@ from cuteforge.gqa import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
+from cuteforge.gqa.wrapper import known_dense_call
 
 _NO_DERIVATIVE = {
     "graph": "the kernels have no derivative, and q, k or v requires grad",
@@ -47,6 +48,13 @@ class CudaBackend(AttentionBackend):
         pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
         out = paged_gqa_decode_wrapper(rows, *pools, **lengths, **new, **options)["out"]
         return out if q.dim() == 3 else out.unsqueeze(1)
+
+    def known_call(self, q, k, v, attn_mask, is_causal, fwd, scale):
+        is_decode = fwd == DECODE
+        causal = is_causal and q.shape[1] > 1 if is_decode else is_causal
+        call = known_dense_call(GQADecode if is_decode else GQAPrefill, q, k, v, attn_mask, causal, scale)
+        # the number of query tokens decides between the two
+        return None if call is None else call.with_first_fixed()
 
     def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
         options = _as_wrappers_take(options) | {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}

@@ -77,6 +77,12 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:  # fmt: skip
         """As `fwd_decode`, of many query tokens."""
 
+    def known_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
+    ) -> Any:  # fmt: skip
+        """How calls like this one, which has been served, may be served without asking anybody: a `known_calls.Call`, or None."""
+        return None
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
         attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None, **options: Any,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import (
@@ -21,10 +22,12 @@ from cuteforge.gqa.api import (
 from cuteforge.gqa.config import ROW_BLOCK
 from cuteforge.gqa.options import Window, checked_softcap, checked_window
 from cuteforge.op_cache import dense, run_op
+from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 
 _Tensor = torch.Tensor
 _NO_CONTEXT = contextlib.nullcontext()
+_CONTIGUOUS = torch.contiguous_format
 # Shapes of q by rank.
 _PACKED_QUERIES = {3: "(T, Hq, D)"}
 _QUERIES = {
@@ -34,6 +37,16 @@ _QUERIES = {
 }
 POOLS = ("k_cache", "v_cache")
 NEW_NAMES = ("new_k", "new_v")
+# The inputs of the wrappers by class, and their options.
+_INPUTS = {
+    GQADecode: ("q", "k", "v", "seqlens_k", "mask", "sinks"),
+    GQAPrefill: ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask", "sinks"),
+    PagedGQADecode: (
+        "q", "k_cache", "v_cache", "page_table", "seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask", "sinks",
+    ),
+    PagedGQAPrefill: ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "seqlens_k", "kv_indptr", "page_table_rows", "mask", "sinks"),
+}  # fmt: skip
+_OPTIONS = ("causal", "window", "softcap", "num_splits")
 # The ops of torch by class, and the one that writes the pools.
 OPS = {
     GQADecode: "gqa_decode",
@@ -69,9 +82,8 @@ def gqa_decode_wrapper(
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
     """
-    tensors = {"q": q, "k": k, "v": v, "seqlens_k": seqlens_k, "mask": mask, "sinks": sinks}
-    config = {"causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits}
-    return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, config)
+    tensors = (q, k, v, seqlens_k, mask, sinks)
+    return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap, num_splits))
 
 
 def gqa_prefill_wrapper(
@@ -85,18 +97,8 @@ def gqa_prefill_wrapper(
     Returns:
         ``TupleDict(out=(B, L, Hq, Dv))`` or ``(T, Hq, Dv)``, with ``lse=(B, Hq, L)`` or ``(Hq, T)`` if asked for.
     """
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "seqlens_k": seqlens_k,
-        "mask": mask,
-        "sinks": sinks,
-    }
-    config = {"causal": causal, "window": window, "softcap": softcap}
-    return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, config)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqlens_k, mask, sinks)
+    return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap))
 
 
 def paged_gqa_decode_wrapper(
@@ -113,12 +115,10 @@ def paged_gqa_decode_wrapper(
     Returns:
         ``TupleDict(out)``, shape of q with Dv for D, with ``lse=(B, Hq, L)`` if asked for.
     """
-    tensors = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k, "kv_indptr": kv_indptr,
-        "page_table_rows": page_table_rows, "new_k": new_k, "new_v": new_v, "mask": mask, "sinks": sinks,
-    }  # fmt: skip
-    config = {"causal": causal, "window": window, "softcap": softcap, "num_splits": num_splits}
-    return _attend(PagedGQADecode, tensors, out, return_lse, stream, softmax_scale, config)
+    tensors = (q, k_cache, v_cache, page_table, seqlens_k, kv_indptr, page_table_rows, new_k, new_v, mask, sinks)
+    return _attend(
+        PagedGQADecode, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap, num_splits)
+    )
 
 
 def paged_gqa_prefill_wrapper(
@@ -133,12 +133,8 @@ def paged_gqa_prefill_wrapper(
     Returns:
         ``TupleDict(out=(T, Hq, Dv))``, with ``lse=(Hq, T)`` if asked for.
     """
-    tensors = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k,
-        "kv_indptr": kv_indptr, "page_table_rows": page_table_rows, "mask": mask, "sinks": sinks,
-    }  # fmt: skip
-    config = {"causal": causal, "window": window, "softcap": softcap}
-    return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, config)
+    tensors = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, kv_indptr, page_table_rows, mask, sinks)
+    return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap))
 
 
 def attn_decode(
@@ -183,9 +179,17 @@ Tensors = dict[str, Any]
 
 
 def _attend(
-    op: type, tensors: Tensors, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, config: dict[str, Any]
+    op: type, inputs: tuple, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, options: tuple
 ) -> TupleDict:  # fmt: skip
-    """Run a wrapper; `tensors` are its inputs by name, None for those not given."""
+    """Run a wrapper: its inputs, None for those not given, and its options."""
+    seen = None
+    is_followed = is_traced(inputs[0])
+    if out is None and stream is None and not is_followed:
+        seen = known_calls.seen_as(_key_of(op, inputs, return_lse, softmax_scale, options))
+        results = known_calls.run(seen, [x for x in inputs if x is not None])
+        if results is not None:
+            return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
+    tensors, config = dict(zip(_INPUTS[op], inputs)), dict(zip(_OPTIONS, options))
     check_queries(tensors, op)
     # one form of each: they are part of a key
     config["window"], config["softcap"] = checked_window(config["window"]), checked_softcap(config["softcap"])
@@ -193,12 +197,26 @@ def _attend(
     refuse_grad(given, given.values(), op.__name__)
     context = _NO_CONTEXT if stream is None else explicit_stream(stream, tensors["q"].device)
     with context:
-        if is_traced(tensors["q"]):
+        if is_followed:
             results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
         else:
-            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config)
+            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config, seen)
             _count_writes(given, out)
     return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
+
+
+def _key_of(op: type, inputs: tuple, return_lse: bool, softmax_scale: float | None, options: tuple) -> tuple:
+    """Of a call in `known_calls`: all that its tensors do not say, and which of them there are."""
+    return (op, return_lse, softmax_scale, options, *map(type, inputs))
+
+
+def known_dense_call(op: type, q: Any, k: Any, v: Any, mask: Any, causal: bool, softmax_scale: float | None) -> Any:
+    """What `gqa_decode_wrapper` or `gqa_prefill_wrapper` has remembered of a call with these arguments and no others, or None."""
+    given = {"q": q, "k": k, "v": v, "mask": mask}
+    inputs = tuple(map(given.get, _INPUTS[op]))
+    options = (causal, None, None, None) if op is GQADecode else (causal, None, None)
+    seen = known_calls.seen_as(_key_of(op, inputs, False, softmax_scale, options))
+    return None if seen is None else seen.find([x for x in inputs if x is not None])
 
 
 def run_attention(
@@ -209,8 +227,13 @@ def run_attention(
     stream: Any,
     softmax_scale: float | None,
     config: Mapping[str, Any],
+    seen: Seen | None = None,
 ) -> tuple:
-    """(out, lse or None), launched on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+    """(out, lse or None), launched on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
+
+    Args:
+        seen: where the call is to be kept, of `known_calls`.
+    """
     new_out, lse = new_results(given, return_lse)
     results = {"out": new_out if out is None else out}
     if return_lse:
@@ -223,8 +246,53 @@ def run_attention(
         tuple(config.values()), rows, q.get_device(),
     )  # fmt: skip
     copy = _readable_but_pools(given) if "new_k" in given else readable
-    run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
+    compiled = run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
+    if compiled is not None and results["out"].numel():
+        known_calls.keep(seen, inputs, _call_of, compiled, given, results, softmax_scale)
     return results["out"], lse
+
+
+def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | None) -> known_calls.Call:
+    """The call that `op` has just served: `given` by the caller, `results` allocated for it."""
+    device, with_lse, is_packed = given["q"].get_device(), "lse" in results, "cu_seqlens_q" in given
+    needed = op._workspace_bytes(device) if op._splits else None
+    names, values = list(given), list(given).index("v" if "v" in given else "v_cache")
+
+    is_plain = not with_lse and given["q"].shape[-1] == results["out"].shape[-1]
+
+    def allocate(tensors: Sequence[Any]) -> list[Any]:
+        q = tensors[0]
+        if is_plain:
+            made = [torch.empty_like(q, memory_format=_CONTIGUOUS)]
+        else:
+            made = [x for x in _results_like(q, tensors[values], is_packed, with_lse) if x is not None]
+        if needed is not None:
+            made.append(torch.empty(needed, dtype=torch.uint8, device=q.device))
+        return made
+
+    names += [*results, *(("workspace",) if op._splits else ())]
+    written = POOLS if "new_k" in given else ()
+    agrees, varying = _variations(type(op), given)
+    scalars = (op._scale_of(softmax_scale),)
+    return known_calls.Call(op, names, device, scalars, allocate, written, agrees, varying)
+
+
+def _variations(op: type, given: Tensors) -> tuple[Callable[[Sequence[Any]], bool] | None, dict[str, int]]:
+    """`agrees` and `varying` of a `known_calls.Call`: tokens and keys, whose numbers the entry compares but for those of a mask. From one decode to
+    the next there is a key more."""
+    names, dim = list(given), 0 if "cu_seqlens_q" in given else 1
+    has_mask, is_dense = "mask" in given, "k" in given
+    if has_mask and dim == 0:
+        return None, {}
+    varying = {"k": dim, "v": dim} if is_dense else {}
+    if has_mask:
+        place, mask = names.index("mask"), given["mask"]
+        agrees = (lambda tensors: tensors[place].shape[-1] == tensors[1].shape[1]) if is_dense else None
+        return agrees, {**varying, "mask": mask.dim() - 1}
+    if op in (GQADecode, PagedGQADecode):
+        return None, varying
+    # without tokens nothing is launched
+    return (lambda tensors: tensors[0].numel() > 0), {"q": dim, **varying}
 
 
 def _make(*call: Any) -> Any:
@@ -239,19 +307,23 @@ def _launch(
     if op._splits:
         q = inputs[0]
         tensors["workspace"] = torch.empty(op._workspace_bytes(q.get_device()), dtype=torch.uint8, device=q.device)
-    op._launch_checked(tuple([tensors[name] for name in op.signature.names]), scale, stream)
+    op._launch(tuple([tensors[name] for name in op.signature.names]), stream, (op._scale_of(scale),))
 
 
 def new_results(given: Tensors, with_lse: bool) -> tuple:
     """Uninitialised (out, lse or None) for inputs by name."""
-    q, values = given["q"], given["v" if "v" in given else "v_cache"]
+    values = given["v" if "v" in given else "v_cache"]
+    return _results_like(given["q"], values, "cu_seqlens_q" in given, with_lse)
+
+
+def _results_like(q: torch.Tensor, values: torch.Tensor, is_packed: bool, with_lse: bool) -> tuple:
     if q.shape[-1] == values.shape[-1]:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=_CONTIGUOUS)
     else:
         out = q.new_empty((*q.shape[:-1], values.shape[-1]))
     if not with_lse:
         return out, None
-    if "cu_seqlens_q" in given:
+    if is_packed:
         shape = (q.shape[1], q.shape[0])
     else:
         shape = (q.shape[0], q.shape[-2], q.shape[1] if q.dim() == 4 else 1)

@@ -20,6 +20,7 @@ LAYERS = (
     "device",
     "api_base",
     "op_cache",
+    "known_calls",
     "torch_library",
     FAMILIES,
     "backends",

@@ -1,0 +1,154 @@
+"""Calls like an earlier one: what the entry gets, what is allocated, and when nothing is served this way. A stub stands in for the entry; no GPU."""
+
+import types
+
+import pytest
+import torch
+
+from cuteforge import known_calls
+from cuteforge.gqa.op import Arrangement
+from cuteforge.known_calls import Call
+
+NAMES = ("q", "k", "v", "out", "mask")
+
+
+class Entry:
+    """A compiled entry that notes its arguments, or raises."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    def __call__(self, *args):
+        if self.error:
+            raise self.error
+        self.calls.append(args)
+
+
+@pytest.fixture
+def raw_stream(monkeypatch):
+    monkeypatch.setattr("cuteforge.api_base.raw_stream", lambda device: 77)
+
+
+def op_of(entry, names=NAMES, arrange=None):
+    compiled = types.SimpleNamespace(kernel=types.SimpleNamespace(entry=entry), scalars={0: (132, 0)})
+    return types.SimpleNamespace(signature=types.SimpleNamespace(names=names), _arrange=arrange, _compiled=compiled)
+
+
+def tensors(keys=6):
+    return torch.zeros(2, 1, 4, 8), torch.zeros(2, keys, 2, 8), torch.zeros(2, keys, 2, 8)
+
+
+def call_of(entry, **options):
+    names = ("q", "k", "v", "out")
+    return Call(op_of(entry, names), names, 0, (0.5,), lambda given: [torch.empty_like(given[0])], **options)
+
+
+def test_the_entry_gets_operands_scalars_and_the_stream(raw_stream):
+    entry, given = Entry(), tensors()
+    (out,) = call_of(entry).run(given)
+    ((q, k, v, got, *scalars),) = entry.calls
+    assert (q, k, v) == given and got is out and scalars == [132, 0, 0.5, 77]
+
+
+def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes(raw_stream):
+    """The entry of attention has 15 operands in an order of its own, None for those that an op does not have."""
+    entry, (q, k, v) = Entry(), tensors()
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    op = op_of(entry, NAMES, Arrangement(NAMES))
+    (out,) = Call(op, ("q", "k", "v", "mask", "out"), 0, (), lambda given: [torch.empty_like(given[0])]).run(
+        (q, k, v, mask)
+    )
+    ((*operands, num_sms, waves, stream),) = entry.calls
+    assert len(operands) == 15 and (num_sms, waves, stream) == (132, 0, 77)
+    assert operands[:5] == [q, k, v, out, None] and operands[6:] == [None] * 9
+    assert operands[5].dtype == torch.uint8 and operands[5].data_ptr() == mask.data_ptr()
+
+
+def test_what_is_written_counts_as_a_new_version(raw_stream):
+    given = tensors()
+    call_of(Entry(), written=("k", "v")).run(given)
+    assert [x._version for x in given] == [0, 1, 1]
+
+
+@pytest.fixture
+def seen():
+    known_calls.forget()
+    yield known_calls.seen_as(("a test",))
+    known_calls.forget()
+
+
+def test_a_call_is_served_on_tensors_like_those_that_were_kept(seen, raw_stream):
+    entry = Entry()
+    assert known_calls.run(seen, tensors()) is None
+    known_calls.keep(seen, tensors(), lambda: call_of(entry))
+    (out,) = known_calls.run(known_calls.seen_as(("a test",)), tensors())
+    assert out.shape == (2, 1, 4, 8) and len(entry.calls) == 1
+    assert known_calls.run(seen, tensors(keys=7)) is None and len(entry.calls) == 1
+
+
+def test_extents_that_may_vary_do_and_no_other(seen, raw_stream):
+    entry = Entry()
+    known_calls.keep(seen, tensors(), lambda: call_of(entry, varying={"k": 1, "v": 1}))
+    assert known_calls.run(seen, tensors(keys=700)) is not None
+    by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(keys=9)]
+    assert known_calls.run(seen, (tensors()[0], *by_head[1:])) is not None
+    q, k, v = tensors()
+    assert known_calls.run(seen, (q, k[:, :, :1], v)) is None
+    assert known_calls.run(seen, (q[:1], k, v)) is None
+    assert known_calls.run(seen, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)) is None
+    assert len(entry.calls) == 2
+
+
+def test_extents_that_must_agree_are_compared(seen, raw_stream):
+    entry = Entry()
+
+    def agrees(given):
+        return given[1].shape[1] == given[2].shape[1]
+
+    known_calls.keep(seen, tensors(), lambda: call_of(entry, agrees=agrees, varying={"k": 1, "v": 1}))
+    q, k, v = tensors()
+    assert known_calls.run(seen, (q, k, v[:, :3])) is None and not entry.calls
+    assert known_calls.run(seen, (q, k[:, :3], v[:, :3])) is not None
+
+
+def test_the_first_tensor_may_be_held_fixed(seen, raw_stream):
+    call = call_of(Entry(), varying={"q": 1, "k": 1, "v": 1})
+    known_calls.keep(seen, tensors(), call.with_first_fixed)
+    assert known_calls.run(seen, tensors(keys=9)) is not None
+    assert known_calls.run(seen, (torch.zeros(2, 5, 4, 8), *tensors()[1:])) is None
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
+def test_what_the_entry_refuses_is_left_to_the_wrapper(seen, raw_stream, error):
+    known_calls.keep(seen, tensors(), lambda: call_of(Entry(error("misaligned"))))
+    assert known_calls.run(seen, tensors()) is None
+
+
+@pytest.mark.parametrize(
+    "variable", ["CUTEFORGE_CHECK", "CUTEFORGE_KERNELS", "CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_NVTX"]
+)
+def test_nothing_is_served_this_way_where_the_environment_asks_for_more(seen, raw_stream, monkeypatch, variable):
+    entry = Entry()
+    known_calls.keep(seen, tensors(), lambda: call_of(entry))
+    monkeypatch.setenv(variable, "1")
+    assert known_calls.seen_as(("a test",)) is None and not entry.calls
+
+
+def test_an_option_that_cannot_be_hashed_is_no_key():
+    assert known_calls.seen_as(("a test", [1])) is None
+
+
+def test_of_tensors_that_require_grad_nothing_is_kept(seen, raw_stream):
+    q, k, v = tensors()
+    q.requires_grad_()
+    with torch.no_grad():
+        known_calls.keep(seen, (q, k, v), lambda: call_of(Entry()))
+        assert known_calls.run(seen, (q, k, v)) is None
+
+
+def test_one_tensor_as_keys_and_values(seen, raw_stream):
+    """A guard of torch takes no tensor twice."""
+    entry, (q, k, v) = Entry(), tensors()
+    known_calls.keep(seen, (q, k, k), lambda: call_of(entry))
+    assert known_calls.run(seen, (q, v, v)) is not None
+    assert known_calls.run(seen, (q, k, v)) is None and len(entry.calls) == 1

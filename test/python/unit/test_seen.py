@@ -1,0 +1,98 @@
+"""What `Seen` takes for alike: everything that a launch reads of tensors but their addresses. No GPU."""
+
+import pytest
+import torch
+
+from cuteforge.runtime.seen import Seen
+
+
+def tensors():
+    return torch.zeros(2, 3, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+CHANGES = {
+    "shape": lambda x, n: (torch.zeros(2, 4, 8, dtype=x.dtype), n),
+    "strides": lambda x, n: (torch.zeros(3, 2, 8, dtype=x.dtype).transpose(0, 1), n),
+    "rank": lambda x, n: (x[0], n),
+    "dtype": lambda x, n: (x.half(), n),
+    "index dtype": lambda x, n: (x, n.long()),
+    "device": lambda x, n: (x.to("meta"), n),
+    "requires_grad": lambda x, n: (x.clone().requires_grad_(), n),
+    "parameter": lambda x, n: (torch.nn.Parameter(x, requires_grad=False), n),
+    "subclass": lambda x, n: (x.as_subclass(Sub), n),
+    "conjugate view": lambda x, n: (torch.view_as_complex(torch.zeros(2, 3, 8, 2)).conj(), n),
+    "no tensor": lambda x, n: (x, None),
+    "an array": lambda x, n: (x, [1, 2, 3, 4]),
+}
+
+
+def seen_once():
+    seen = Seen()
+    seen.keep(tensors(), "finding")
+    return seen
+
+
+def test_tensors_alike_are_found_wherever_they_lie():
+    seen = seen_once()
+    assert seen.find(tensors()) == "finding"
+    wide = torch.zeros(100, dtype=torch.bfloat16)
+    assert seen.find((wide[1:49].view(2, 3, 8), tensors()[1])) == "finding"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_other_fact_is_noticed(change):
+    assert seen_once().find(CHANGES[change](*tensors())) is None
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.resize_(2, 3, 16), lambda x: x.transpose_(0, 1)], ids=["resized", "transposed"]
+)
+def test_a_tensor_that_changes_is_no_longer_found(change):
+    seen, (x, n) = seen_once(), tensors()
+    assert seen.find((x, n)) == "finding"
+    change(x)
+    assert seen.find((x, n)) is None
+
+
+def test_inference_mode_is_a_kind_of_its_own():
+    seen = seen_once()
+    with torch.inference_mode():
+        assert seen.find(tensors()) is None
+        seen.keep(tensors(), "inside")
+        assert seen.find(tensors()) == "inside"
+    assert seen.find(tensors()) == "finding"
+
+
+def test_a_few_kinds_are_kept():
+    seen, kinds = Seen(), [(torch.zeros(size),) for size in (1, 2, 3, 4)]
+    for size, kind in enumerate(kinds):
+        assert seen.is_due()
+        seen.keep(kind, size + 1)
+    assert [seen.find(kind) for kind in kinds] == [1, 2, 3, 4]
+
+
+def test_of_calls_that_all_differ_few_are_kept():
+    """To describe tensors takes longer than a launch, and each that was kept is looked at by all later calls."""
+    seen = Seen()
+    for size in range(1, 1000):
+        if seen.is_due():
+            seen.keep((torch.zeros(size),), size)
+    assert [finding for _, finding in seen.findings] == [960]
+    assert seen.find((torch.zeros(960),)) == 960
+
+
+def test_nothing_is_kept_of_tensors_that_require_grad():
+    """Whether that matters depends on the mode of the call."""
+    seen, leaf = Seen(), torch.zeros(2, requires_grad=True)
+    with torch.no_grad():
+        seen.keep((leaf,), "finding")
+        assert seen.find((leaf,)) is None
+
+
+def test_a_torch_without_guards_keeps_nothing(monkeypatch):
+    monkeypatch.setattr("cuteforge.runtime.seen.TensorGuards", None)
+    assert not Seen().is_due()

@@ -179,8 +179,8 @@ class Traits:
 
     @property
     def part_bytes(self) -> int:
-        """Shared memory for a CTA's part of a unit that a cluster shares, after the query rows: rows and their log-sum-exps."""
-        return self.tile.tile_m * (self.join_pitch + 1) * 4 if self.cluster else 0
+        """Shared memory for the rows that a CTA of a cluster joins, after the query rows: their parts, the log-sum-exps of these, a barrier."""
+        return self.tile.tile_m * (self.join_pitch + 1) * 4 + 8 if self.cluster else 0
 
     @property
     def smem_bytes(self) -> int:

@@ -61,7 +61,7 @@ class Attention(Entry):
             Combine(self.traits).launch(given, by, plan, counts, stream)
 
     def _launch(self, given: tuple, by: tuple, plan: tuple | None, scale, num_ctas, stream) -> None:
-        clusters = {"cluster": (plan[-1], 1, 1)} if self.traits.cluster else {}
+        clusters = {"cluster": (Int32(1) << plan[-1], 1, 1)} if self.traits.cluster else {}
         self.kernel(given, by, plan, scale).launch(
             grid=(num_ctas, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
@@ -90,16 +90,16 @@ class Attention(Entry):
     @cute.jit
     def _attend_share(self, counts: Counts, plan: tuple, bidx: Int32, sAddress: Int32, scale: Float32, tidx: Int32):
         """Go through the units that the share of a CTA touches, or, in a cluster, do its piece of a unit and join the pieces."""
-        traits, (teams, _, _, cluster) = self.traits, plan
+        traits, (teams, *_, log_cluster) = self.traits, plan
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
-        joins, rank, index = cluster > 1, Int32(0), bidx
-        if cutlass.const_expr(traits.cluster > 0):
-            if joins:
-                rank, index = bidx % cluster, bidx // cluster
-        place, head = divmod(index, counts.by_heads)
-        team = place * cluster + rank
         shares = Shares(counts, plan, lane)
+        rank = bidx & ((Int32(1) << log_cluster) - 1)
+        place, head = divmod(bidx >> log_cluster, counts.by_heads)
+        team = (place << log_cluster) + rank
         batch, row_tile, turn, left, part = shares.first_segment(team)
+        if cutlass.const_expr(traits.cluster > 0):
+            if log_cluster > 0:
+                self._cluster_part(log_cluster, Unit(counts, batch, head, row_tile), sAddress, rank)[1].begin(tidx)
         going = left > 0 or shares.pieces > 0
         while going:
             turns = shares.turns_of(batch)
@@ -107,7 +107,7 @@ class Attention(Entry):
             if shares.pieces <= 1:
                 part = select(turn > 0, Int32(CONTINUED), select(end < turns, Int32(BEGUN), Int32(WHOLE)))
             unit = Unit(counts, batch, head, row_tile)
-            results = Results(unit, (teams, team), part, self._cluster_part(cluster, unit, sAddress, rank))
+            results = Results(unit, (teams, team), part, self._cluster_part(log_cluster, unit, sAddress, rank))
             self._attend(unit, results, turn, end, sAddress, scale, lane, warp)
             left = left - (end - turn)
             going = left > 0
@@ -120,18 +120,19 @@ class Attention(Entry):
                 # the rings are filled again only when all have read what is in their place
                 cute.arch.sync_threads()
         if cutlass.const_expr(traits.cluster > 0):
-            if joins:
+            if log_cluster > 0:
                 # looked for again: kept, it would be registers that the loop has no room for
                 batch, row_tile = divmod(place, counts.by_row_tiles)
                 unit = Unit(counts, batch, head, row_tile)
-                self._cluster_part(cluster, unit, sAddress, rank)[1].join(tidx)
+                self._cluster_part(log_cluster, unit, sAddress, rank)[1].join(tidx)
 
-    def _cluster_part(self, cluster, unit: Unit, sAddress, rank) -> tuple | None:
+    def _cluster_part(self, log_cluster, unit: Unit, sAddress, rank) -> tuple | None:
         """As `Results` takes it."""
         traits = self.traits
         if not traits.cluster:
             return None
-        return cluster > 1, ClusterPart(unit, sAddress + (traits.streams_bytes + traits.query_bytes), rank, cluster)
+        address = sAddress + (traits.streams_bytes + traits.query_bytes)
+        return log_cluster > 0, ClusterPart(unit, address, rank, log_cluster)
 
     @cute.jit
     def _attend(
@@ -182,6 +183,7 @@ class Attention(Entry):
             join = GroupJoin(self.traits, sAddress)
             join.put(group, row_warp, softmax, rO, rWeight, lane)
             cute.arch.sync_threads()
+            results.wait_for_peers()
             join.store(results, unit, softmax.factor, warp * WARP + lane)
 
     @cute.jit

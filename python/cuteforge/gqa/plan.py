@@ -25,7 +25,7 @@ COMBINE = 48  # a second kernel
 
 @cute.jit
 def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
-    """(teams, pieces, divisor by the turns of a unit, CTAs of a cluster), as `Shares` takes them.
+    """(teams, pieces, divisor by them, divisor by the turns of a unit, log2 of the CTAs of a cluster), as `Shares` takes them.
 
     Args:
         most_splits: pieces of a unit that the caller wants, 0 for any number.
@@ -33,7 +33,7 @@ def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
     """
     units, turns = counts.requests * counts.row_tiles, turns_of_keys(counts, counts.most_keys())
     room = Int32(Int64(counts.ops.mWorkspace.shape[0]) // cta_workspace_bytes(counts.traits)) // counts.kv_heads
-    pieces, cluster = Int32(0), Int32(1)
+    pieces, log_cluster = Int32(0), Int32(0)
     teams = _even_teams(counts, units, turns, room, max_ctas)
     least = _share_cost(counts, units, turns, teams, max_ctas)
     if most_splits > 0:
@@ -45,13 +45,13 @@ def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> tuple:
             at_once = counts.units <= max_ctas >> log_size
             if cost <= least and (log_size == 0 or at_once):
                 least = cost
-                cluster = Int32(1 << log_size)
-                pieces = cluster
+                log_cluster = Int32(log_size)
+                pieces = Int32(1 << log_size)
                 teams = units * pieces
     elif turns <= MAX_WHOLE_KEYS // counts.traits.tile.turn_keys and _piece_cost(counts, turns, 1, max_ctas) <= least:
         pieces = Int32(1)
         teams = units
-    return teams, pieces, fast_divisor(turns), cluster
+    return teams, pieces, fast_divisor(cutlass.max(pieces, 1)), fast_divisor(turns), log_cluster
 
 
 @cute.jit
@@ -89,9 +89,9 @@ def _piece_cost(counts: Counts, turns, pieces: int, max_ctas):
 
 def may_cut_units(counts: Counts, plan: tuple):
     """Whether a share may end inside a unit whose parts no cluster joins, as far as the host can know: not where whole units make equal shares."""
-    teams, pieces, _, cluster = plan
+    teams, pieces, _, _, log_cluster = plan
     if not is_uniform(counts.traits):
-        return (teams > 1) & (pieces != 1) & (cluster == 1)
+        return (teams > 1) & (pieces != 1) & (log_cluster == 0)
     units = counts.requests * counts.row_tiles
     are_cut = (units % teams != 0) & (teams > 1)
-    return (cluster == 1) & ((pieces > 1) | ((pieces == 0) & are_cut))
+    return (log_cluster == 0) & ((pieces > 1) | ((pieces == 0) & are_cut))

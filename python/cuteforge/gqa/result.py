@@ -53,6 +53,14 @@ class Results(TraceConstant):
                         store_lse(self.unit, row, lse)
 
     @cute.jit
+    def wait_for_peers(self):
+        """Before anything is stored, by all threads."""
+        if cutlass.const_expr(self.cluster is not None):
+            joins, part = self.cluster
+            if joins:
+                part.wait_for_peers()
+
+    @cute.jit
     def store(self, row: Int32, col: Int32, values: list):
         """Store adjacent columns of a row: as they are in a part, else rounded."""
         if cutlass.const_expr(self.traits.splits):

@@ -39,15 +39,15 @@ class Shares(TraceConstant):
     """The line of turns of one KV head, and its shares.
 
     Args:
-        plan: (teams, pieces, divisor by the turns of a unit, CTAs of a cluster), made by the host (plan.py). No pieces: the whole line is cut into
-            at most `teams` shares of equal length. n pieces: each unit is cut into n, `teams` being n times the units. In clusters of n the n
-            pieces of a unit are joined.
+        plan: (teams, pieces, divisor by them, divisor by the turns of a unit, log2 of the CTAs of a cluster), made by the host (plan.py). No pieces:
+            the whole line is cut into at most `teams` shares of equal length. n pieces: each unit is cut into n, `teams` being n times the units. In
+            clusters of n the n pieces of a unit are joined.
         lane: all lanes of a warp ask together.
     """
 
     def __init__(self, counts: Counts, plan: tuple, lane):
         self.counts, self.lane = counts, lane
-        teams, self.pieces, self.by_turns, _ = plan
+        teams, self.pieces, self.by_pieces, self.by_turns, _ = plan
         self.is_uniform = is_uniform(counts.traits)
         self.total = self._length()
         # Every share has a turn, and so leaves the parts that are read; teams beyond that have none.
@@ -148,11 +148,10 @@ class Shares(TraceConstant):
         """
         batch, row_tile, turn, left, part = Int32(0), Int32(0), Int32(0), Int32(0), Int32(WHOLE)
         if self.pieces > 0:
-            unit = team // self.pieces
-            piece = team - unit * self.pieces
+            unit, piece = divmod(team, self.by_pieces)
             batch, row_tile = divmod(unit, self.counts.by_row_tiles)
             turns = self.turns_of(batch)
-            per_piece = (turns + self.pieces - 1) // self.pieces
+            per_piece, _ = divmod(turns + self.pieces - 1, self.by_pieces)
             turn = cutlass.min(piece * per_piece, turns)
             left = cutlass.min(turns - turn, per_piece)
             part = Int32(select(piece == 0, Int32(BEGUN), Int32(CONTINUED)))

@@ -34,8 +34,8 @@ class Counts(TraceConstant):
 
 @cute.jit
 def print_plan(traits: cutlass.Constexpr, requests: Int32, kv_heads: Int32, keys: Int32, splits: Int32, ctas: Int32):
-    teams, pieces, _, cluster = plan.make_plan(Counts(traits, requests, kv_heads, keys), splits, ctas)
-    cute.printf("plan {} {} {}", teams, pieces, cluster)
+    teams, pieces, _, _, log_cluster = plan.make_plan(Counts(traits, requests, kv_heads, keys), splits, ctas)
+    cute.printf("plan {} {} {}", teams, pieces, Int32(1) << log_cluster)
 
 
 def planned(capfd, requests, kv_heads, num_keys, *, d=128, splits=0, arch=H200, facts=(("keys", "batch"),)):

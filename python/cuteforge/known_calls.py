@@ -17,11 +17,11 @@ from torch.autograd.graph import increment_version
 
 from cuteforge import api_base
 from cuteforge.runtime import env
-from cuteforge.runtime.lru import LRU
 from cuteforge.runtime.seen import Seen
 
-# by what no tensor says: the op, its options, and which tensors are given
-_seen: LRU[Seen] = LRU(env.cache_size)
+# By what no tensor says: the op, its options, and which tensors are given. All are forgotten when there are too many: to stamp each look-up with its
+# time, as `LRU` does, takes as long as the look-up.
+_seen: dict[Hashable, Seen] = {}
 forget = _seen.clear
 
 
@@ -76,9 +76,13 @@ class Call:
 def seen_as(key: Hashable) -> Seen | None:
     """What was kept under a key that holds all of a call but its tensors; None where no call may be served by it, or none with such a key."""
     try:
-        seen = _seen.get(key) or _seen.put(key, Seen())
+        seen = _seen.get(key)
     except TypeError:  # an option that cannot be hashed: the wrapper says what is wrong with it
         return None
+    if seen is None:
+        if len(_seen) >= env.cache_size():
+            forget()
+        seen = _seen.setdefault(key, Seen())
     return seen if env.launch_is_plain() else None
 
 
@@ -87,11 +91,14 @@ def run(seen: Seen | None, tensors: Sequence[Any]) -> Sequence[Any] | None:
 
     None if there was none, or if the entry refuses this one: for an address, say. Then the wrapper does all it does, which copies or raises.
     """
-    call = None if seen is None else seen.find(tensors)
+    if seen is None:
+        return None
     try:
-        if call is None or (call.agrees is not None and not call.agrees(tensors)):
-            return None
-        return call.run(tensors)
+        for is_alike, call in seen.findings:
+            if is_alike(*tensors):
+                agrees = call.agrees
+                return call.run(tensors) if agrees is None or agrees(tensors) else None
+        return None
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -5,13 +5,13 @@ import torch
 
 from cuteforge import (
     ContractError,
+    attention,
     gqa_decode_wrapper,
     gqa_prefill_wrapper,
     known_calls,
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.backends import attention
 
 BF16 = torch.bfloat16
 

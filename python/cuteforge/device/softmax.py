@@ -7,7 +7,7 @@ subtracted, so that its weights are 0 and not NaN.
 import cutlass
 from cutlass import Boolean, Float32, cute
 
-from cuteforge.device.math import LN_2, NEG_INF, exp2_fast, fma_rn, select
+from cuteforge.device.math import LN_2, NEG_INF, add_rn, exp2_fast, fma_rn, mul_rn, select
 from cuteforge.device.traced import TraceConstant
 
 HALVES = 2  # a lane holds rows g and g + 8 of a block
@@ -43,7 +43,8 @@ class OnlineSoftmax(TraceConstant):
                 before = self.rMax[block, half]
                 largest = self._row_max(rS, block, half, before)
                 shift = finite_or_zero(largest) * self.factor
-                rScale[block, half] = exp2_fast(fma_rn(before, self.factor, -shift))
+                # exactly 1 where nothing grew, the product being rounded as it is in `shift`: tiles that a row does not see leave its bits alone
+                rScale[block, half] = exp2_fast(add_rn(mul_rn(before, self.factor), -shift))
                 self._weigh(rS, block, half, shift)
                 self.rMax[block, half] = largest
                 grew = (largest > before) | grew

@@ -334,8 +334,10 @@ def find_request(counts: Counts, slot: Int32, lane: Int32):
     q_len = after - first
     if first < 0 or after < first or row_tile < 0:
         q_len = Int32(0)
+    # far from a wild offset the first row of a tile would not be a number of 32 bits
+    row_tile = cutlass.min(cutlass.max(row_tile, 0), slot)
     # one value in all lanes, though they looked at different offsets: worth no register of each
-    return [cute.arch.make_warp_uniform(x) for x in (low, first, q_len, cutlass.max(row_tile, 0))]
+    return [cute.arch.make_warp_uniform(x) for x in (low, first, q_len, row_tile)]
 
 
 def _first_slot(counts: Counts, first_token, request):

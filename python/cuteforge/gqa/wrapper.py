@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ from cuteforge.gqa.api import (
 )
 from cuteforge.gqa.config import ROW_BLOCK
 from cuteforge.gqa.options import Window, checked_softcap, checked_window
+from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import dense, run_op
+from cuteforge.runtime.allocate import allocations
+from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 
@@ -240,7 +244,10 @@ def run_attention(
         results["lse"] = lse
     names, inputs = tuple(given), tuple(given.values())
     q, keys = inputs[0], inputs[1]
-    rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4) if "num_splits" in config else 0
+    if "num_splits" in config:
+        rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4)
+    else:
+        rows = q.numel() <= _most_elems_of_few_rows(given)
     key = (
         op, names, return_lse, q.dtype, q.shape[-1], inputs[2].shape[-1], q.dim(), keys.dim(), given["mask"].dim() if "mask" in given else 0,
         tuple(config.values()), rows, q.get_device(),
@@ -254,27 +261,36 @@ def run_attention(
 
 def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | None) -> known_calls.Call:
     """The call that `op` has just served: `given` by the caller, `results` allocated for it."""
-    device, with_lse, is_packed = given["q"].get_device(), "lse" in results, "cu_seqlens_q" in given
-    needed = op._workspace_bytes(device) if op._splits else None
-    names, values = list(given), list(given).index("v" if "v" in given else "v_cache")
-
-    is_plain = not with_lse and given["q"].shape[-1] == results["out"].shape[-1]
-
-    def allocate(tensors: Sequence[Any]) -> list[Any]:
-        q = tensors[0]
-        if is_plain:
-            made = [torch.empty_like(q, memory_format=_CONTIGUOUS)]
-        else:
-            made = [x for x in _results_like(q, tensors[values], is_packed, with_lse) if x is not None]
-        if needed is not None:
-            made.append(torch.empty(needed, dtype=torch.uint8, device=q.device))
-        return made
-
-    names += [*results, *(("workspace",) if op._splits else ())]
-    written = POOLS if "new_k" in given else ()
+    q = given["q"]
+    needed = op._workspace_bytes(q.get_device()) if op._splits else None
     agrees, varying = _variations(type(op), given)
+    if "q" in varying:
+        allocate = _results_of(given, results)
+    else:
+        kinds = [(tuple(x.shape), x.dtype) for x in results.values()]
+        if needed is not None:
+            kinds.append(((needed,), torch.uint8))
+        make = allocations(kinds, q.device)
+
+        def allocate(_: Sequence[Any]) -> list[Any]:
+            return make()
+
+    names = (*given, *results, *(("workspace",) if op._splits else ()))
+    written = POOLS if "new_k" in given else ()
     scalars = (op._scale_of(softmax_scale),)
-    return known_calls.Call(op, names, device, scalars, allocate, written, agrees, varying)
+    return known_calls.Call(op, names, q.get_device(), scalars, allocate, written, agrees, varying)
+
+
+def _results_of(given: Tensors, results: Tensors) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What makes results for other numbers of tokens."""
+    with_lse, is_packed, values = (
+        "lse" in results,
+        "cu_seqlens_q" in given,
+        list(given).index("v" if "v" in given else "v_cache"),
+    )
+    if not with_lse and given["q"].shape[-1] == results["out"].shape[-1]:
+        return lambda tensors: (torch.empty_like(tensors[0], memory_format=_CONTIGUOUS),)
+    return lambda tensors: [x for x in _results_like(tensors[0], tensors[values], is_packed, with_lse) if x is not None]
 
 
 def _variations(op: type, given: Tensors) -> tuple[Callable[[Sequence[Any]], bool] | None, dict[str, int]]:
@@ -291,8 +307,19 @@ def _variations(op: type, given: Tensors) -> tuple[Callable[[Sequence[Any]], boo
         return agrees, {**varying, "mask": mask.dim() - 1}
     if op in (GQADecode, PagedGQADecode):
         return None, varying
-    # without tokens nothing is launched
-    return (lambda tensors: tensors[0].numel() > 0), {"q": dim, **varying}
+    # without tokens nothing is launched, and as many as another tile is better for are another call
+    most = _most_elems_of_few_rows(given)
+    least, most = (1, most) if given["q"].numel() <= most else (most + 1, math.inf)
+    return (lambda tensors: least <= tensors[0].numel() <= most), {"q": dim, **varying}
+
+
+def _most_elems_of_few_rows(given: Tensors) -> int:
+    """Elements of q up to which prefill has few rows: what an op's tile is chosen by."""
+    q, keys = given["q"], given["k" if "k" in given else "k_cache"]
+    if not q.is_cuda:
+        return 0  # the op refuses it by name
+    requests = given["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in given else q.shape[0]
+    return few_rows(requests, keys.shape[-2], resolve_arch(None, q.get_device()).num_sms) * q.shape[-1]
 
 
 def _make(*call: Any) -> Any:

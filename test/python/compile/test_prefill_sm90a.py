@@ -25,7 +25,7 @@ PROBLEMS = [
     *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in EVERY_WIDTH),
     *(Problem("bfloat16", *heads, *RAGGED[:1], **RAGGED[1]) for heads in ((192, 128), (64, 128), (128, 64), (64, 256))),
     *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 72, 96, 128, 256)),
-    Problem("float16", 192, 128, TOKENS[0], **TOKENS[1]),
+    *(Problem("float16", *heads, TOKENS[0], **TOKENS[1]) for heads in ((192, 128), (128, 128), (64, 64))),
     *(
         Problem("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
         for d in (64, 128, 256)
@@ -42,9 +42,21 @@ def label(problem):
     return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}{options}"
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_machine_code(problem):
-    traits = select_warpgroups(problem, ARCH)
+FEW_ROWS = [
+    *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (64, 96, 128)),
+    *(Problem("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1]) for d in (64, 128)),
+    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 128)),
+    Problem("float16", 128, 128, TOKENS[0], **TOKENS[1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "has_few_rows"),
+    [*((problem, False) for problem in PROBLEMS), *((problem, True) for problem in FEW_ROWS)],
+    ids=lambda x: label(x) if isinstance(x, Problem) else "few" if x else "many",
+)
+def test_machine_code(problem, has_few_rows):
+    traits = select_warpgroups(problem, ARCH, has_few_rows)
     binary = sass.compile_binary(kernel.build(traits), ARCH.name)
     (code,) = binary.kernels.values()
     assert (code.stack_bytes, code.local_bytes) == (0, 0)

@@ -25,6 +25,7 @@ from cuteforge.gqa.config import (
 )
 from cuteforge.gqa.merge_config import MergeTraits
 from cuteforge.gqa.options import ScoreOptions, checked_softcap, checked_window
+from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
 from cuteforge.runtime.arch import CTA_RESERVE_BYTES, resolve_arch
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}
@@ -273,3 +274,26 @@ def test_rows_of_a_merge_do_not_straddle_warps(dtype):
         assert config.WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * config.WARP
         assert lanes >= traits.runs or lanes == config.WARP
         assert lanes == 1 or lanes // 2 < traits.runs, "half of the lanes would do"
+
+
+def test_few_query_rows_take_smaller_row_tiles_with_the_same_keys():
+    """The keys of a tile are what the bits of a result depend on."""
+    arch = arch_of("H200")
+    for (d, dv), keys in itertools.product(HEADS, ("batch", "pages", "tokens")):
+        many, few = (select_warpgroups(problem(d, dv, "packed", keys), arch, has_few) for has_few in (False, True))
+        assert (many.tile.row_warps, few.tile.row_warps) == ((12, 8) if d <= 128 else (8, 8)), (d, dv)
+        assert many.tile.tile_n == few.tile.tile_n and many.query_stages >= few.query_stages - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "heads", "kv_heads", "is_few"),
+    [
+        (2048, 1, 32, 8, True),
+        (4096, 1, 32, 8, False),
+        (32768, 1024, 32, 8, True),
+        (32768, 256, 32, 8, False),
+        (16384, 32, 32, 8, False),
+    ],
+)
+def test_what_few_rows_are(tokens, requests, heads, kv_heads, is_few):
+    assert (tokens * heads <= few_rows(requests, kv_heads, 132)) == is_few

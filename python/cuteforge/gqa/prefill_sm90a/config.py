@@ -22,6 +22,14 @@ MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
 INFO_BYTES = 32  # what the copying warps tell of a unit
 # Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
+PAGED_REGISTERS = {**REGISTERS, 3: (152, 56)}  # who looks rows up needs more
+# Of three warpgroups, for a lane's part of a tile.
+TILE_REGISTERS, PAGED_TILE_REGISTERS = 128, 124
+MAX_TILE_KEYS = 128
+# A cap and a window need registers of their own.
+OPTION_REGISTERS = 6
+MAX_OPTION_KEYS = 96
+FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class WarpgroupTraits(Traits):
 
     @property
     def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.warpgroups]
+        return (PAGED_REGISTERS if self.problem.is_paged else REGISTERS)[self.warpgroups]
 
     @property
     def box_rows(self) -> int:
@@ -85,20 +93,41 @@ class WarpgroupTraits(Traits):
         return True
 
 
-def select_warpgroups(problem: Problem, arch: Arch) -> WarpgroupTraits | None:
-    """Traits for many query rows; None where the portable kernel has to do: on other GPUs, and for boolean masks."""
+def few_rows(requests: int, kv_heads: int, num_sms: int) -> int:
+    """Up to how many query rows, tokens times heads, smaller row tiles are better: some for each SM, so that none has a tile more than others for
+    long (H200, 1x2048 d128, 65536 rows: 68.2 us, 71.3 with larger ones), and requests whose rows hardly fill one."""
+    return max(FEW_ROWS * num_sms, 2 * ROWS * requests * kv_heads)
+
+
+def select_warpgroups(problem: Problem, arch: Arch, has_few_rows: bool = False) -> WarpgroupTraits | None:
+    """Traits for many query rows; None where the portable kernel has to do: on other GPUs, and for boolean masks.
+
+    Args:
+        has_few_rows: by `few_rows`. The bits of the results do not depend on it.
+    """
     if arch.name != "sm_90a" or problem.mask_rank > 0:
         return None
-    traits = WarpgroupTraits(problem, _tile(problem))
-    return traits if why_not(traits, arch) is None else None
+    candidates = [WarpgroupTraits(problem, _tile(problem, has_few_rows, stages)) for stages in (3, 2)]
+    fitting = [traits for traits in candidates if why_not(traits, arch) is None]
+    # queries of the next unit that come in time are worth more than a third stage
+    return next((traits for traits in fitting if traits.query_stages > 1), fitting[-1] if fitting else None)
 
 
-def _tile(problem: Problem) -> Tile:
-    """Sums of results take `v_dim / 2` registers a lane, scores and weights `3 * tile_n / 4`: together 160 of 232, or 128 of 160.
+def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> Tile:
+    """Three warpgroups where a lane then has registers for enough keys: the weights of one are found while the products of two others run (H200,
+    4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643 with three and 80)."""
+    widest = max(problem.head_dim, problem.v_dim)
+    if widest <= 128:
+        return Tile(1, (2 if has_few_rows else 3) * WARPGROUP, 1, _most_keys(problem), num_stages, 1)
+    wide = widest > 192 or problem.v_dim > 128
+    return Tile(1, 2 * WARPGROUP, 1, 80 if wide else MAX_TILE_KEYS, num_stages, 1)
 
-    160 are not enough for both a cap and a window.
-    """
-    if max(problem.head_dim, problem.v_dim) <= 64 and not (problem.has_softcap and problem.has_left):
-        return Tile(1, WARPGROUP * 3, 1, 128, 2, 1)
-    wide = max(problem.head_dim, problem.v_dim) > 192 or problem.v_dim > 128
-    return Tile(1, WARPGROUP * 2, 1, 80 if wide else 128, 2, 1)
+
+def _most_keys(problem: Problem) -> int:
+    """Of a tile of three warpgroups: sums of results take half a register a lane for each column, scores and weights 3/4 for each key."""
+    room = (PAGED_TILE_REGISTERS if problem.is_paged else TILE_REGISTERS) - problem.v_dim // 2
+    most = MAX_TILE_KEYS
+    if problem.has_softcap and problem.has_left:
+        room -= OPTION_REGISTERS
+        most = MAX_OPTION_KEYS
+    return min(room * 4 // 3 // 16 * 16, most)

@@ -109,10 +109,10 @@ class Loads(TraceConstant):
             if cutlass.const_expr(which == VALUES):
                 loaded_parity = tiles.finish(stages, tail, loaded_parity)
             stages.wait_free(stage, parity)
-            tail = tiles.copy(unit, stages, stage, tile, found)
+            tail = tiles.copy(unit, stages, stage, tile, found, tail)
             found = after
             stage, parity = stages.next(stage, parity)
-        return (stage, parity, loaded_parity), tail
+        return (stage, parity, loaded_parity), tiles.end_unit(stages, tail)
 
     @cute.jit
     def _copy_queries(self, copier: RowCopier):

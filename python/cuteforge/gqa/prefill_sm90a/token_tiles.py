@@ -57,8 +57,8 @@ class TileBoxes(TraceConstant):
         return unit.source().look_up(tile * self.tile_n + self.lane * self.copies.rows, end)
 
     @cute.jit
-    def copy(self, unit: Unit, stages: Stages, stage: Int32, tile: Int32, found: tuple):
-        """Start filling a stage. Returns its tail, which `finish` takes before the next call."""
+    def copy(self, unit: Unit, stages: Stages, stage: Int32, tile: Int32, found: tuple, before: Tail):
+        """Start filling a stage. Returns its tail, which `finish` takes before the next call: `before` is done with."""
         target, full, token = stages.address(stage), stages.full(stage), tile * self.tile_n
         tail_stage, left, there = Int32(NONE), unit.k_len - token, Int32(1)
         if cutlass.const_expr(self.is_paged):
@@ -76,6 +76,9 @@ class TileBoxes(TraceConstant):
         else:
             self._load(unit, target, full, token, found, there)
         return Tail(tail_stage, left, there)
+
+    def end_unit(self, stages: Stages, tail: Tail) -> Tail:
+        return tail
 
     @cute.jit
     def finish(self, stages: Stages, tail: Tail, loaded_parity: Int32):
@@ -142,27 +145,38 @@ class TileRows(TraceConstant):
         return [(first, min(step, self.tile_n - first)) for first in range(0, self.tile_n, step)]
 
     def look_up(self, unit: Unit, tile):
-        """Where the rows of a tile are, for `copy`."""
-        source = unit.source()
-        found = [
-            self.copier.look_up(source, tile * self.tile_n + first, rows, unit.k_len) for first, rows in self._parts()
-        ]
-        return tuple(number for pair in found for number in pair)
+        """Nothing: the rows are looked up when they are copied, beside the copies of the tile before."""
+        return Int32(0), Int32(0)
 
-    def copy(self, unit: Unit, stages: Stages, stage, tile, found: tuple) -> Tail:
-        """Fill a stage; rows that do not exist become zeros. There is no tail."""
-        for i, (first, rows) in enumerate(self._parts()):
-            address = unit.source().addresses(found[2 * i : 2 * i + 2])[self.which]
-            self.copier.copy(stages.address(stage), self.tile_n, first, rows, self.dim, address)
-        # waited for here, so that the fence is none of the warps that multiply
+    @cute.jit
+    def copy(self, unit: Unit, stages: Stages, stage: Int32, tile: Int32, found: tuple, before: Tail):
+        """Start filling a stage; rows that do not exist become zeros. Returns what is on its way, which counts as there when the next tile is."""
+        source = unit.source()
+        for first, rows in self._parts():
+            places = self.copier.look_up(source, tile * self.tile_n + first, rows, unit.k_len)
+            self.copier.copy(
+                stages.address(stage), self.tile_n, first, rows, self.dim, source.addresses(places)[self.which]
+            )
         cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        see_copies()
-        cute.arch.mbarrier_arrive(stages.full(stage))
+        self._arrive(stages, before, 1)
+        return Tail(stage, Int32(0), Int32(0))
+
+    @cute.jit
+    def end_unit(self, stages: Stages, tail: Tail):
+        """Wait for the last tile: the next unit may be long in coming."""
+        self._arrive(stages, tail, 0)
         return no_tail()
 
     def finish(self, stages: Stages, tail: Tail, loaded_parity):
         return loaded_parity
+
+    @cute.jit
+    def _arrive(self, stages: Stages, tail: Tail, after: cutlass.Constexpr):
+        """Say that a tile is there, once it is; `after` it have been started since. Here is the fence, so that the warps that multiply have none."""
+        if tail.stage != NONE:
+            cute.arch.cp_async_wait_group(after)
+            see_copies()
+            cute.arch.mbarrier_arrive(stages.full(tail.stage))
 
 
 def no_tail() -> Tail:

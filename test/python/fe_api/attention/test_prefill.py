@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cuteforge import attn_prefill, gqa_prefill_wrapper
+from cuteforge.gqa import op
 from helpers import attention as attn
 from helpers import budget
 from helpers.canary import Canary
@@ -237,3 +238,18 @@ def test_no_extent_meets_a_grid_limit(sizes, kind, device):
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
     want = torch.einsum("bhs,bshd->bhd", weights, x.v.float())
     torch.testing.assert_close(results.out[:, 0].float(), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("config", attn.HEAD_DIMS[:8], ids=lambda config: config.label)
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_the_tile_that_few_rows_choose_gives_the_same_bits(config, layout, device, monkeypatch):
+    """So what a request gets does not depend on how many others there are."""
+    if layout == "dense":
+        x = attn.draw(config, 2, 333, 400, device=device, lengths=[400, 77])
+    else:
+        x = attn.draw_ragged(config, (1, 333, 0, 64), (300, 333, 9, 500), device=device)
+    results = []
+    for limit in (0, 1 << 30):
+        monkeypatch.setattr(op, "few_rows", lambda *_, limit=limit: limit)
+        results.append(attn.run(KIND, x))
+    assert attn.same(*results)

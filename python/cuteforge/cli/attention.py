@@ -158,7 +158,8 @@ def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Specs of one head dim, dtype and device. One request, one key or page: sizes are no part of what is compiled."""
+    """Specs of one head dim, dtype and device. One request, one key or page: sizes are no part of what is compiled, but for the number of query rows,
+    which chooses the tile."""
 
     head_dim: int
     dtype: str
@@ -185,15 +186,15 @@ def _decode(
 
 
 def _prefill(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, packed: bool = False, causal: bool = True,
-    lse: bool = False,
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, packed: bool = False,
+    causal: bool = True, lse: bool = False,
 ) -> GQAPrefill:  # fmt: skip
     s = _Samples(head_dim, dtype, device)
     if packed:
-        q, kv, offsets, sums = s.heads(1, group), s.heads(1, 1), s.ints(2), s.lse(lse, group, 1)
+        q, kv, offsets, sums = s.heads(tokens, group), s.heads(1, 1), s.ints(2), s.lse(lse, group, tokens)
         return GQAPrefill(q, kv, kv, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, lse=sums, causal=causal)
-    q, kv = s.heads(1, 1, group), s.heads(1, 1, 1)
-    return GQAPrefill(q, kv, kv, q, lse=s.lse(lse, 1, group, 1), causal=causal)
+    q, kv = s.heads(1, tokens, group), s.heads(1, 1, 1)
+    return GQAPrefill(q, kv, kv, q, lse=s.lse(lse, 1, group, tokens), causal=causal)
 
 
 def _paged_decode(
@@ -209,11 +210,12 @@ def _paged_decode(
 
 
 def _paged_prefill(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, causal: bool = True, lse: bool = False
-) -> PagedGQAPrefill:
+    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, causal: bool = True,
+    lse: bool = False,
+) -> PagedGQAPrefill:  # fmt: skip
     s = _Samples(head_dim, dtype, device)
-    q, pool = s.heads(1, group), s.heads(1, PAGE_SIZE, 1)
-    tensors = {"seqlens_k": s.ints(1), "lse": s.lse(lse, group, 1)}
+    q, pool = s.heads(tokens, group), s.heads(1, PAGE_SIZE, 1)
+    tensors = {"seqlens_k": s.ints(1), "lse": s.lse(lse, group, tokens)}
     return PagedGQAPrefill(q, pool, pool, s.ints(1, 1), s.ints(2), q, **tensors, causal=causal)
 
 
@@ -231,16 +233,21 @@ OPS = {
     "merge": _merge,
 }
 _MAKERS = {GQADecode: _decode, GQAPrefill: _prefill, PagedGQADecode: _paged_decode, PagedGQAPrefill: _paged_prefill}
+# More than the few tokens of an SM, on any GPU: on sm_90a prefill then has another tile.
+MANY_TOKENS = 1 << 20
 # One group serves all up to 16 query heads for a KV head: they fill the same rows of a matrix instruction.
 PRESETS = Presets(
     (
         ("decode", {}),
         ("decode", {"seqlens": False}),
         ("prefill", {}),
+        ("prefill", {"tokens": MANY_TOKENS}),
         ("prefill", {"packed": True}),
+        ("prefill", {"packed": True, "tokens": MANY_TOKENS}),
         ("paged decode", {}),
         ("paged decode", {"append": True}),
         ("paged prefill", {}),
+        ("paged prefill", {"tokens": MANY_TOKENS}),
         ("merge", {}),
     ),
     head_dims=(64, 128),

@@ -23,12 +23,23 @@ RECORD = ROOT / "test" / "gpu_record.json"
 _PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "pytest")
 
 
+def contents(sources: Path = SOURCES) -> dict[str, bytes]:
+    """The bytes of every Python file of the package, by relative path."""
+    paths = {path.relative_to(sources).as_posix(): path for path in sources.rglob("*.py")}
+    return {name: paths[name].read_bytes() for name in sorted(paths)}
+
+
 def digest(sources: Path = SOURCES) -> str:
     """sha256 over the relative path and bytes of every Python file of the package."""
     sha = hashlib.sha256()
-    for path in sorted(sources.rglob("*.py"), key=lambda p: p.relative_to(sources).as_posix()):
-        sha.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, text in contents(sources).items():
+        sha.update(name.encode() + b"\0" + text + b"\0")
     return sha.hexdigest()
+
+
+def digests(sources: Path = SOURCES) -> dict[str, str]:
+    """sha256 of each file, shortened: enough to say which have changed."""
+    return {name: hashlib.sha256(text).hexdigest()[:16] for name, text in contents(sources).items()}
 
 
 def environment() -> dict:
@@ -63,7 +74,7 @@ class Recorder:
 
     def __init__(self, path: Path):
         self._path = path
-        self._digest = digest()
+        self._digest, self._digests = digest(), digests()
         self._outcomes: dict[str, Counter] = defaultdict(Counter)
         self._failures: list[str] = []
         self._skips: dict[str, str] = {}
@@ -83,6 +94,7 @@ class Recorder:
         record = {
             **machine,
             "digest": self._digest,
+            "digests": self._digests,
             "sources_changed_while_running": digest() != self._digest,
             "exit_status": int(exitstatus),
             "passed": int(exitstatus) == 0 and not self._failures and ran["passed"] > 0 and machine["gpu"] is not None,
@@ -109,8 +121,16 @@ def check(record_path: Path = RECORD, sources: Path = SOURCES) -> tuple[bool, st
     if not passed:
         return False, f"GPU record: the recorded run is not a pass ({what}): {summary}"
     if recorded != digest(sources):
-        return False, f"GPU record: STALE, the sources changed since that run ({what}): {summary}"
+        return False, f"GPU record: STALE, {_changed(record, sources)} changed since that run ({what}): {summary}"
     return True, f"GPU record: current ({what}): {summary}"
+
+
+def _changed(record: dict, sources: Path) -> str:
+    """The files that are not those of the record."""
+    before, now = record.get("digests"), digests(sources)
+    if before is None:
+        return "the sources"
+    return ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)))
 
 
 def main(argv: list[str] | None = None) -> int:

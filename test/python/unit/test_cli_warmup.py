@@ -7,9 +7,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from cuteforge import PagedGQADecode, RotaryEmbedding, TensorSpec
+from cuteforge import GQAPrefill, PagedGQADecode, RotaryEmbedding, TensorSpec
 from cuteforge.__main__ import main
 from cuteforge.cli import warmup
+from cuteforge.cli.attention import MANY_TOKENS
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch, compile_cache, disk_cache
@@ -143,6 +144,11 @@ def test_presets_compile_what_calls_of_real_sizes_run():
         tensors = {"new_k": new, "new_v": new} if append else {}
         op = PagedGQADecode(q, pool, pool, i32(64, 77), q, seqlens_k=i32(64), **tensors)
         assert op._kernel_key(op.dims, H200) == preset_key("attention", "paged decode", append=append)
+    for batch, tokens in ((1, 512), (4, 4096)):
+        q, kv = bf16(batch, tokens, 32, 128), bf16(batch, tokens, 8, 128)
+        op = GQAPrefill(q, kv, kv, q, causal=True)
+        keys = [preset_key("attention", "prefill", tokens=n) for n in (1, MANY_TOKENS)]
+        assert op._kernel_key(op.dims, H200) == keys[tokens > 512]
     q, k, row = bf16(4099, 32, 128), bf16(4099, 8, 128), TensorSpec((8192, 64), "float32")
     op = RotaryEmbedding(q, (row, row), q, TensorSpec((4099,), "int64"), k=k, k_out=k, interleaved=False)
     assert op._kernel_key(op.dims, H200) == preset_key("rotary", "halves")

@@ -136,10 +136,11 @@ def test_gpu_record_check(tmp_path):
     sources, path = tmp_path / "package", tmp_path / "record.json"
     sources.mkdir()
     (sources / "kernel.py").write_text("x = 1\n")
+    (sources / "cli.py").write_text("y = 1\n")
     assert gpu_record.check(path, sources)[1].startswith("GPU record: none")
     record = {
         "gpu": "G", "driver": "1", "date": "today", "digest": gpu_record.digest(sources), "passed": True,
-        "sources_changed_while_running": False, "files": {"test_a.py": {"passed": 3, "skipped": 1}},
+        "digests": gpu_record.digests(sources), "sources_changed_while_running": False, "files": {"test_a.py": {"passed": 3, "skipped": 1}},
     }  # fmt: skip
     path.write_text(json.dumps(record))
     current, line = gpu_record.check(path, sources)
@@ -149,7 +150,9 @@ def test_gpu_record_check(tmp_path):
     assert "not a pass" in gpu_record.check(path, sources)[1]
     path.write_text(json.dumps(record))
     (sources / "kernel.py").write_text("x = 2\n")
-    assert "STALE" in gpu_record.check(path, sources)[1]
+    assert "STALE, kernel.py changed since" in gpu_record.check(path, sources)[1]
+    (sources / "cli.py").rename(sources / "commands.py")
+    assert "STALE, cli.py, commands.py, kernel.py changed since" in gpu_record.check(path, sources)[1]
     path.write_text("{")
     assert "unreadable" in gpu_record.check(path, sources)[1]
 

@@ -136,7 +136,8 @@ def test_gpu_record_check(tmp_path):
     sources, path = tmp_path / "package", tmp_path / "record.json"
     sources.mkdir()
     (sources / "kernel.py").write_text("x = 1\n")
-    (sources / "cli.py").write_text("y = 1\n")
+    (sources / "cli").mkdir()
+    (sources / "cli" / "demo.py").write_text("y = 1\n")
     assert gpu_record.check(path, sources)[1].startswith("GPU record: none")
     record = {
         "gpu": "G", "driver": "1", "date": "today", "digest": gpu_record.digest(sources), "passed": True,
@@ -149,10 +150,14 @@ def test_gpu_record_check(tmp_path):
     path.write_text(json.dumps({**record, "passed": False}))
     assert "not a pass" in gpu_record.check(path, sources)[1]
     path.write_text(json.dumps(record))
+    (sources / "cli" / "demo.py").rename(sources / "cli" / "show.py")
+    current, line = gpu_record.check(path, sources)
+    assert current and line.startswith("GPU record: current but for cli/demo.py, cli/show.py, changed since")
     (sources / "kernel.py").write_text("x = 2\n")
-    assert "STALE, kernel.py changed since" in gpu_record.check(path, sources)[1]
-    (sources / "cli.py").rename(sources / "commands.py")
-    assert "STALE, cli.py, commands.py, kernel.py changed since" in gpu_record.check(path, sources)[1]
+    current, line = gpu_record.check(path, sources)
+    assert not current and line.startswith("GPU record: STALE, cli/demo.py, cli/show.py, kernel.py changed since")
+    path.write_text(json.dumps({name: value for name, value in record.items() if name != "digests"}))
+    assert "STALE, the sources changed since" in gpu_record.check(path, sources)[1]
     path.write_text("{")
     assert "unreadable" in gpu_record.check(path, sources)[1]
 

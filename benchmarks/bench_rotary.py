@@ -26,7 +26,7 @@ HEADS, KV_HEADS, D = 32, 8, 128
 MAX_POS = 8192
 CHECK_TOKENS = 8192  # compared with fp64 at once: 335 MB for each intermediate
 
-COPY_CEILING, SAME_SIZE_COPY = "copy ceiling", "same-size copy"
+COPY_CEILING, SAME_SIZE_COPY, SAME_SIZE_NEG = "copy ceiling", "same-size copy", "same-size neg_"
 CEILING_SHARE = 0.95
 CEILING_FROM_TOKENS = 8192
 
@@ -113,6 +113,12 @@ class Problem:
         target = torch.empty_like(source)
         return functools.partial(target.copy_, source)
 
+    def negation(self) -> Callable[[], object]:
+        """torch's kernel of as many bytes that reads and writes in place, as we do, and has nothing to look up."""
+        import torch
+
+        return torch.zeros(self.shape.bytes // 4, dtype=torch.bfloat16, device="cuda").neg_
+
     def check(self, call: Callable[[], object], who: str) -> None:
         """Runs `call` once and compares all it wrote with fp64; AssertionError names the first tensor over its budget."""
         before = {"q": self.q.clone(), "k": self.k.clone()}
@@ -154,12 +160,11 @@ def gated_candidates(problem: Problem, peer: peers.FlashinferRope | None) -> dic
 
 
 def speed_rows(run: Run) -> Iterator[Row]:
-    """Each number of tokens against the copy ceiling, a copy of the same size and the peer."""
+    """Each number of tokens against the copy ceiling, torch's kernels of the same size, and the peer."""
     for shape in filter(lambda s: run.wants(s.name), QUICK_SPEED if run.quick else SPEED):
         problem = Problem(shape)
-        us = harness.measure_group(
-            {**gated_candidates(problem, run.peer), SAME_SIZE_COPY: problem.copy()}, repeats=run.repeats
-        )
+        moves = {SAME_SIZE_COPY: problem.copy(), SAME_SIZE_NEG: problem.negation()}
+        us = harness.measure_group({**gated_candidates(problem, run.peer), **moves}, repeats=run.repeats)
         beside = {COPY_CEILING: run.floor_us(shape.bytes)} | {name: us[name] for name in us if name != "ours"}
         yield run.row(shape.name, "rotate", us["ours"], shape.bytes, beside, shape.bars)
 

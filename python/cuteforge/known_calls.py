@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from cuteforge import api_base
 from cuteforge.runtime import env
@@ -30,10 +32,10 @@ class Call:
 
     Args:
         op: compiled, and launched once on such tensors.
-        names: operands of the op that are given, then those that are allocated.
+        names: operands of the op that are given, then those that are allocated. Others are written over the operand that they may be in place of.
         device: the GPU.
         call_scalars: of the launch, after those of the op.
-        allocate: the tensors given -> those allocated.
+        allocate: the tensors given, and what `run` is called with beside them -> those allocated; None where nothing is.
         written: names of those given that are written, for torch's counts of versions.
         agrees: whether tensors of varying extents go together, as far as the entry does not say; None if nothing varies, or it says all.
         varying: of each name of those given that has one, the dim that may vary.
@@ -42,7 +44,7 @@ class Call:
     __slots__ = ("_allocate", "_arrange", "_device", "_entry", "_mask", "_scalars", "_written", "agrees", "varying")
 
     def __init__(
-        self, op: Any, names: Sequence[str], device: int, call_scalars: tuple, allocate: Callable[[Sequence[Any]], Sequence[Any]],
+        self, op: Any, names: Sequence[str], device: int, call_scalars: tuple, allocate: Callable[..., Sequence[Any]] | None,
         written: Sequence[str] = (), agrees: Callable[[Sequence[Any]], bool] | None = None, varying: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._entry, self._device, self._allocate = op._compiled.kernel.entry, device, allocate
@@ -51,8 +53,9 @@ class Call:
         self._mask = names.index("mask") if "mask" in names else None
         self._written = [names.index(name) for name in written]
         # operands of the entry by their places among `names`, those that the op does not have after them
-        operands = [names.index(name) for name in op.signature.names] + [len(names)]
-        places = range(len(names)) if op._arrange is None else op._arrange.places
+        own = [x.name if x.name in names else x.in_place_of for x in op.signature.operands]
+        operands = [names.index(name) for name in own] + [len(names)]
+        places = range(len(own)) if op._arrange is None else op._arrange.places
         self._arrange = itemgetter(*(operands[place] for place in places))
 
     def with_first_fixed(self) -> Call:
@@ -61,9 +64,9 @@ class Call:
         call.varying = [None, *self.varying[1:]]
         return call
 
-    def run(self, tensors: Sequence[Any]) -> Sequence[Any]:
+    def run(self, tensors: Sequence[Any], *sizes: int) -> Sequence[Any]:
         """What is allocated, after the launch; `tensors` are those given. Raises what the entry raises."""
-        results = self._allocate(tensors)
+        results = () if self._allocate is None else self._allocate(tensors, *sizes)
         operands = [*tensors, *results, None]
         if self._mask is not None:
             operands[self._mask] = operands[self._mask].view(torch.uint8)
@@ -74,7 +77,13 @@ class Call:
 
 
 def seen_as(key: Hashable) -> Seen | None:
-    """What was kept under a key that holds all of a call but its tensors; None where no call may be served by it, or none with such a key."""
+    """What was kept under a key that holds all of a call but its tensors; None where no call may be served by it, or none with such a key.
+
+    Calls that more than autograd follows are not: torch.compile and forward-mode differentiation are asked here, of what else there is `Seen` tells
+    the tensors apart.
+    """
+    if is_dynamo_compiling() or forward_ad._current_level >= 0:
+        return None
     try:
         seen = _seen.get(key)
     except TypeError:  # an option that cannot be hashed: the wrapper says what is wrong with it
@@ -86,8 +95,11 @@ def seen_as(key: Hashable) -> Seen | None:
     return seen if env.launch_is_plain() else None
 
 
-def run(seen: Seen | None, tensors: Sequence[Any]) -> Sequence[Any] | None:
+def run(seen: Seen | None, tensors: Sequence[Any], *sizes: int) -> Sequence[Any] | None:
     """What a call like an earlier one allocates, after its launch, on tensors that nothing follows.
+
+    Args:
+        sizes: for the `allocate` of the call.
 
     None if there was none, or if the entry refuses this one: for an address, say. Then the wrapper does all it does, which copies or raises.
     """
@@ -97,7 +109,7 @@ def run(seen: Seen | None, tensors: Sequence[Any]) -> Sequence[Any] | None:
         for is_alike, call in seen.findings:
             if is_alike(*tensors):
                 agrees = call.agrees
-                return call.run(tensors) if agrees is None or agrees(tensors) else None
+                return call.run(tensors, *sizes) if agrees is None or agrees(tensors) else None
         return None
     except (TypeError, ValueError, RuntimeError):
         return None

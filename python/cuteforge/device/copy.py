@@ -67,6 +67,12 @@ def smem_words(address, count: int) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def l2_policy(priority: str):
+    """A policy for accesses that name one: what they bring to L2 makes room there before other data, `evict_first`, or after it, `evict_last`."""
+    instruction = f"createpolicy.fractional.L2::{priority}.b64 {{$w0}}, 1.0;"
+    return cute.arch.inline_ptx(instruction, write_only_types=[Int64])
+
+
 class ReadOnce(TraceConstant):
     """A hint for copies of data that is read once: it makes room in L2 for itself instead of pushing other data out.
 
@@ -77,9 +83,7 @@ class ReadOnce(TraceConstant):
 
     def __init__(self, applies=True):
         self.applies = applies
-        self.policy = cute.arch.inline_ptx(
-            "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64]
-        )
+        self.policy = l2_policy("evict_first")
 
 
 @cute.jit

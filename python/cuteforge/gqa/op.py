@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from cuteforge import api_base
 from cuteforge.api_base import APIBase
 from cuteforge.errors import ContractError
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
 from cuteforge.gqa.options import ScoreOptions, checked_scale, checked_softcap, checked_window
 from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
-from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
@@ -165,6 +163,12 @@ class AttentionOp(APIBase):
         right = options.right if traits.problem.has_right else None
         return max_ctas(traits, arch), self.num_splits or 0, options.left, right, options.softcap
 
+    def _check_operands(self, operands: tuple) -> None:
+        if self._splits:
+            self._check_workspace(operands[0], operands[-1])
+        if not self._shapes(operands):
+            self.check_call(operands)
+
     def _is_empty(self, operands: tuple) -> bool:
         return operands[len(self._REQUIRED) - 1].numel() == 0  # out
 
@@ -191,43 +195,12 @@ class AttentionOp(APIBase):
         """
         self._launch(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
-    def _launch(
-        self, operands: tuple, stream: Any = None, call_scalars: tuple = (), check_graph: bool = True, target: Any = None
-    ) -> None:  # fmt: skip
-        compiled = self._compiled or self._load_again(operands)
-        for is_alike, target in compiled.seen.findings:
-            if is_alike(*operands):
-                if stream is None and env.launch_is_plain():
-                    return self._launch_known(compiled.kernel.entry, operands, target, call_scalars)
-                return super()._launch(operands, stream, call_scalars, False, target)
-        if self._splits:
-            self._check_workspace(operands[0], operands[-1])
-        if not self._shapes(operands):
-            self.check_call(operands)
-        super()._launch(operands, stream, call_scalars, check_graph)
-        if compiled.seen.is_due() and not self._is_empty(operands):
-            device = operands[0].get_device()
-            compiled.seen.keep(operands, (device, compiled.scalars[device]))
-
-    def _launch_known(self, entry: Callable[..., None], operands: tuple, target: tuple, call_scalars: tuple) -> None:
-        """What `APIBase._launch` does for a `target`, without what a plain launch needs not: 0.4 us less."""
-        arrange, (device, scalars) = self._arrange, target
-        arranged = arrange(operands) if arrange.has_mask else arrange.pick((*operands, None))
-        try:
-            entry(*arranged, *scalars, *call_scalars, api_base.raw_stream(device))
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._explain(error, operands)
-            raise
-
     def bind(
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Any = None, **named: torch.Tensor | None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
-        tensors = self._gather(operands, named, workspace)
-        if self._splits:
-            self._check_workspace(tensors[0], workspace)
-        return self._bind(tensors, stream, (self._scale_of(softmax_scale),))
+        return self._bind(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
     def _scale_of(self, softmax_scale: float | None) -> float:
         return self._usual_scale if softmax_scale is None else checked_scale(softmax_scale)

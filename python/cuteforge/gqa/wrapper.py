@@ -187,8 +187,7 @@ def _attend(
 ) -> TupleDict:  # fmt: skip
     """Run a wrapper: its inputs, None for those not given, and its options."""
     seen = None
-    is_followed = is_traced(inputs[0])
-    if out is None and stream is None and not is_followed:
+    if out is None and stream is None:
         seen = known_calls.seen_as(_key_of(op, inputs, return_lse, softmax_scale, options))
         results = known_calls.run(seen, [x for x in inputs if x is not None])
         if results is not None:
@@ -201,7 +200,7 @@ def _attend(
     refuse_grad(given, given.values(), op.__name__)
     context = _NO_CONTEXT if stream is None else explicit_stream(stream, tensors["q"].device)
     with context:
-        if is_followed:
+        if is_traced(inputs[0]):
             results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
         else:
             results = run_attention(op, given, out, return_lse, stream, softmax_scale, config, seen)
@@ -270,10 +269,7 @@ def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | N
         kinds = [(tuple(x.shape), x.dtype) for x in results.values()]
         if needed is not None:
             kinds.append(((needed,), torch.uint8))
-        make = allocations(kinds, q.device)
-
-        def allocate(_: Sequence[Any]) -> list[Any]:
-            return make()
+        allocate = allocations(kinds, q.device)
 
     names = (*given, *results, *(("workspace",) if op._splits else ()))
     written = POOLS if "new_k" in given else ()

@@ -73,6 +73,8 @@ class RotaryEmbedding(APIBase):
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
 
+    _varying = dict.fromkeys(("x", "out", "k", "k_out", "positions", "freqs_cis"), 0)
+
     def __init__(
         self, x: Any, table: Any, out: Any, positions: Any = None, *, k: Any = None, k_out: Any = None, interleaved: bool = True
     ) -> None:  # fmt: skip
@@ -83,6 +85,7 @@ class RotaryEmbedding(APIBase):
         self.interleaved = bool(interleaved)
         self._kind = (len(spec.shape), spec.dtype, self.interleaved, k is not None, positions is not None)
         super().__init__(**operands)
+        self._num_operands, self._has_keys = len(operands), k is not None
 
     @property
     def signature(self) -> Signature:
@@ -118,21 +121,23 @@ class RotaryEmbedding(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch(self._operands(x, table, out, positions, k, k_out), stream, (1 if inverse else 0,))
+        self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
         self, x: Any, table: Any, out: Any, positions: Any = None, *,
         k: Any = None, k_out: Any = None, inverse: bool = False, stream: Any = None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`."""
-        return self._bind(self._operands(x, table, out, positions, k, k_out), stream, (1 if inverse else 0,))
+        return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def _operands(self, x, table, out, positions, k, k_out) -> tuple:
         """In signature order. A call with other operands than the sample's is refused."""
-        keys = () if k is None and k_out is None else (k, k_out)
-        pair = table if isinstance(table, (tuple, list)) else (table,)
-        operands = (x, out, *keys, *pair) if positions is None else (x, out, *keys, *pair, positions)
-        if len(operands) != len(self.samples) or bool(keys) != self._kind[3]:
+        angles = table if isinstance(table, (tuple, list)) else (table,)
+        if positions is not None:
+            angles = (*angles, positions)
+        has_keys = k is not None or k_out is not None
+        operands = (x, out, k, k_out, *angles) if has_keys else (x, out, *angles)
+        if len(operands) != self._num_operands or has_keys is not self._has_keys:
             given = ", ".join(named_operands(x, table, out, positions, k, k_out))
             raise ContractError(f"operands: wanted {', '.join(self.samples)} (those of the samples), got {given}")
         return operands
@@ -157,6 +162,11 @@ def named_operands(x, table, out, positions, k, k_out) -> dict[str, Any]:
     if positions is not None:
         raise ContractError("positions: wanted None with freqs_cis, which has a row for each token, got a tensor")
     return operands | {"freqs_cis": table}
+
+
+def direction(inverse: bool) -> tuple[int]:
+    """The scalar of a launch."""
+    return (1 if inverse else 0,)
 
 
 def check_positions(positions: torch.Tensor, max_pos: int) -> None:

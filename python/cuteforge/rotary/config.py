@@ -19,10 +19,10 @@ class Tile:
     A thread reads all that it rotates before it writes anything: `accesses_per_thread` are in flight at once, heads are as many as they make.
     """
 
-    # us for 131072 tokens of 32 + 8 heads on an H200. Of halves, 64, 128 and 256 threads with 4 accesses: 662, 670 and 672.
+    # us for 131072 tokens of 32 + 8 heads on an H200. Of halves with 4 accesses, 64 and 128 threads: 646 and 652.
     num_threads: int = 64
-    # Of interleaved pairs, 2, 4 and 8 accesses with 128 threads: 656, 665 and 671. Of halves no difference between 2 and 4.
-    accesses_per_thread: int = 4
+    # With 64 threads, 2, 4 and 8 accesses: 644, 646 and 653 of halves, 640, 641 and 651 of interleaved pairs.
+    accesses_per_thread: int = 2
     threads_per_sm: int = 1024  # whose registers an SM holds at least: up to 64 each
 
 

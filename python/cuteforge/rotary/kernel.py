@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from cuteforge.device.copy import load_fp32
+from cuteforge.device.copy import l2_policy, load_fp32
 from cuteforge.device.math import fast_divisor, fma_rn, mul_rn, select
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.rotary.config import MAX_ACCESS_BYTES, Traits
@@ -233,10 +233,13 @@ class Angles(TraceConstant):
         rTables = [cute.make_rmem_tensor(self.pairs, Float32) for _ in tables]
         for rTable in rTables:
             rTable.fill(NAN)
+        # Tokens that are far apart, of other sequences, meet the same rows: that the heads between them pushed 4 MB of table out of L2 took 2.5 %
+        # of the time of 131072 tokens (H200).
+        policy = l2_policy("evict_last")
         if self.is_known:
             for mTable, rTable in zip(tables, rTables):
                 offset = Int64(self.position) * Int64(mTable.stride[0]) + Int64(pair)
-                fill(rTable, load_floats(mTable, offset, self.pairs))
+                fill(rTable, load_floats(mTable, offset, self.pairs, policy))
         return [elements(rTable) for rTable in rTables]
 
 
@@ -258,24 +261,25 @@ def rotate(first, second, cosine, sine):
     return fma_rn(first, cosine, -mul_rn(second, sine)), fma_rn(first, sine, mul_rn(second, cosine))
 
 
-def load_floats(mTable, offset, count: int) -> list:
-    """`count` adjacent fp32 at an element offset, in accesses of up to 16 bytes."""
+def load_floats(mTable, offset, count: int, policy=None) -> list:
+    """`count` adjacent fp32 at an element offset, in accesses of up to 16 bytes, with a policy of L2 or none."""
     address, step = mTable.iterator.toint() + offset * 4, min(4 * count, MAX_ACCESS_BYTES)
-    runs = [load_words(address + i, step, None, Float32) for i in range(0, 4 * count, step)]
+    runs = [load_words(address + i, step, None, Float32, policy) for i in range(0, 4 * count, step)]
     return [value for run in runs for value in run]
 
 
-def load_words(address, size_bytes: int, wanted, word=None) -> list:
+def load_words(address, size_bytes: int, wanted, word=None, policy=None) -> list:
     """`size_bytes` of global memory in one access, as words of a type; anything where not `wanted`, and nothing is read then.
 
-    Spelled as PTX for the predicate.
+    Spelled as PTX for the predicate and the policy.
     """
     word = word or word_type(size_bytes)
     count = size_bytes * 8 // word.width
+    hint, operand = ("", "") if policy is None else (".L2::cache_hint", ", {$r1}")
     words = cute.arch.inline_ptx(
-        f"ld.global{access_suffix(word, count)} {operand_list('w', count)}, [{{$r0}}];",
+        f"ld.global{hint}{access_suffix(word, count)} {operand_list('w', count)}, [{{$r0}}]{operand};",
         write_only_types=[word] * count,
-        read_only_args=[address],
+        read_only_args=[address] if policy is None else [address, policy],
         predicate=wanted,
     )
     return list(words) if count > 1 else [words]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
-from cuteforge.rotary.api import RotaryEmbedding
+from cuteforge.rotary.api import RotaryEmbedding, direction
+from cuteforge.runtime.allocate import allocations
+from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, needs_op
 
 # By the number of tensors.
@@ -23,6 +27,7 @@ _ANGLE_NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
+_NO_CONTEXT = nullcontext()
 
 Heads = tuple[torch.Tensor, ...]  # (x,) or (q, k)
 Angles = tuple[torch.Tensor, ...]  # (freqs_cis,) or (cos, sin, positions)
@@ -62,13 +67,18 @@ def rotary_wrapper(
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
         RuntimeError: in place on a leaf that requires grad, or on a view of one.
     """
+    seen = None
+    if stream is None:
+        others = () if out is x else (out,)
+        tensors = (x, *others, freqs_cis, cos, sin, positions)
+        seen = known_calls.seen_as(("rotary", interleaved, inverse, *map(type, tensors)))
+        results = known_calls.run(seen, [tensor for tensor in tensors if tensor is not None])
+        if results is not None:
+            return TupleDict(out=results[0] if out is None else out)
     check_heads(x, "x")
     angles = angles_of(freqs_cis, cos, sin, positions)
-    if stream is None:
-        (out,) = _rotate((x,), (out,), angles, interleaved, inverse)
-    else:
-        with explicit_stream(stream, x.device):
-            (out,) = _rotate((x,), (out,), angles, interleaved, inverse, stream)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, x.device):
+        (out,) = _rotate((x,), (out,), angles, interleaved, inverse, stream, seen)
     return TupleDict(out=out)
 
 
@@ -94,14 +104,19 @@ def rotary_qk_wrapper(
     Returns:
         ``TupleDict(q, k)``.
     """
+    seen = None
+    if stream is None:
+        others = () if q_out is q and k_out is k else (q_out, k_out)
+        tensors = (q, k, *others, freqs_cis, cos, sin, positions)
+        seen = known_calls.seen_as(("rotary", interleaved, inverse, *map(type, tensors)))
+        results = known_calls.run(seen, [tensor for tensor in tensors if tensor is not None])
+        if results is not None:
+            return TupleDict(q=results[0], k=results[1]) if q_out is None else TupleDict(q=q_out, k=k_out)
     check_heads(q, "q")
     check_heads(k, "k")
     angles = angles_of(freqs_cis, cos, sin, positions)
-    if stream is None:
-        q, k = _rotate((q, k), (q_out, k_out), angles, interleaved, inverse)
-    else:
-        with explicit_stream(stream, q.device):
-            q, k = _rotate((q, k), (q_out, k_out), angles, interleaved, inverse, stream)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, q.device):
+        q, k = _rotate((q, k), (q_out, k_out), angles, interleaved, inverse, stream, seen)
     return TupleDict(q=q, k=k)
 
 
@@ -116,14 +131,14 @@ def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 
 def run_rotary(
     sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool, stream: Any = None
-) -> None:
-    """Launch on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+) -> RotaryEmbedding | None:
+    """Launch on CUDA tensors that nothing follows; `stream` is torch's current one, or None. Returns as `run_op`."""
     x, table = sources[0], angles[0]
     shape = x.shape
     half, index_dtype = (table.shape[-1], angles[2].dtype) if len(angles) > 1 else (table.shape[-2], None)
     key = ("rotary", x.dtype, len(shape), shape[-1], half, interleaved, index_dtype, len(sources), x.get_device())
     try:
-        run_op(key, _make, (*sources, *angles), _launch, None, (targets, interleaved, inverse, stream))
+        return run_op(key, _make, (*sources, *angles), _launch, None, (targets, interleaved, inverse, stream))
     except ContractError as error:
         if len(sources) == 1:
             raise
@@ -148,8 +163,7 @@ def _launch(op: RotaryEmbedding, inputs: tuple, targets: Heads, _: bool, inverse
         operands = (inputs[0], targets[0]) + inputs[1:]
     else:
         operands = (inputs[0], targets[0], inputs[1], targets[1]) + inputs[2:]
-    # `needs_op` has asked all of them.
-    op._launch(operands, stream, (1 if inverse else 0,), False)
+    op._launch(operands, stream, direction(inverse))
 
 
 def class_arguments(inputs: tuple, targets: tuple) -> tuple[tuple, dict[str, Any]]:
@@ -194,21 +208,47 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
 
 
 def _rotate(
-    sources: Heads, targets: tuple, angles: Angles, interleaved: bool, inverse: bool, stream: Any = None
+    sources: Heads, targets: tuple, angles: Angles, interleaved: bool, inverse: bool, stream: Any, seen: Seen | None
 ) -> Heads:
-    """The rotated `sources`: in `targets`, or in new memory for one that is None."""
+    """The rotated `sources`: in `targets`, or in new memory for one that is None.
+
+    Args:
+        seen: where the call is to be kept, of `known_calls`.
+    """
     if targets[0] is None or targets[-1] is None:
+        if targets[0] is not targets[-1]:
+            seen = None
         targets = () if targets[0] is targets[-1] else tuple(map(_given_or_new, targets, sources))
     if needs_op(*sources, *targets, *angles):
         return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
-    if not targets:
-        results = new_results(sources)
-        run_rotary(sources, results, angles, interleaved, inverse, stream)
-        return results
-    run_rotary(sources, targets, angles, interleaved, inverse, stream)
-    # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
-    increment_version(targets)
-    return targets
+    results = targets or new_results(sources)
+    op = run_rotary(sources, results, angles, interleaved, inverse, stream)
+    if targets:
+        # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
+        increment_version(targets)
+    if op is not None:
+        where = "new" if not targets else "in place" if _are_same(sources, targets) else "given"
+        others = targets if where == "given" else ()
+        known_calls.keep(seen, (*sources, *others, *angles), _call_of, op, results, where, inverse)
+    return results
+
+
+def _call_of(op: RotaryEmbedding, results: Heads, where: str, inverse: bool) -> known_calls.Call:
+    """The call that `op` has just served, of any number of tokens or batches; `where` its results are: new memory, the sources, or other tensors."""
+    count, x = len(results), results[0]
+    sources, targets, angles = ("x", "k")[:count], ("out", "k_out")[:count], op.signature.names[2 * count :]
+    names, written = {
+        "new": ((*sources, *angles, *targets), ()),
+        "in place": ((*sources, *angles), sources),
+        "given": ((*sources, *targets, *angles), targets),
+    }[where]
+    kinds = [(tuple(x.shape[1:]), x.dtype) for x in results]
+    allocate = allocations([], x.device, kinds) if where == "new" else None
+    return known_calls.Call(op, names, x.get_device(), direction(inverse), allocate, written, varying=op._varying)
+
+
+def _are_same(sources: Heads, targets: Heads) -> bool:
+    return all(target is x for target, x in zip(targets, sources))
 
 
 def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:
@@ -218,7 +258,7 @@ def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple,
     names = (*SOURCE_NAMES[count], *target_names, *_ANGLE_NAMES[len(angles)])
     operands = dict(zip(names, (*sources, *targets, *angles)))
     arguments = (*sources, *_op_angles(angles), *config)
-    if targets and all(target is x for target, x in zip(targets, sources)):
+    if targets and _are_same(sources, targets):
         call_op(f"{_OPS[count]}_", operands, arguments, stream)
         return targets
     for name, target, x in zip(target_names, targets, sources):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
+
+import torch
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -45,14 +48,16 @@ class Seen:
         return TensorGuards is not None and (self._misses <= _MOST or self._misses % _PERIOD == 0)
 
     def keep(self, tensors: Sequence[Any], finding: Any, varying: Sequence[int | None] | None = None) -> None:
-        """Keep a finding, which must not be None and must hold for all tensors like these; of tensors that require grad nothing is kept.
+        """Keep a finding, which must not be None and must hold for all tensors like these; nothing is kept or found of those that
+        require grad in grad mode.
 
         Past the first few it takes the place of all before it, so that calls that all differ look at one.
 
         Args:
-            varying: for each tensor a dim whose extent may be any, and all strides but the last with it; None where none may.
+            varying: for each tensor a dim whose extent may be any, and the strides with it but the last; None where none may. With the first dim,
+                which has to step over all others, no stride may differ.
         """
-        if any(x.requires_grad for x in tensors):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return
         guard = _guard_of(tensors, varying or [None] * len(tensors))
         # a tuple that is replaced: another thread sees the old one or the new one
@@ -63,16 +68,44 @@ def _guard_of(tensors: Sequence[Any], varying: Sequence[int | None]) -> Callable
     """Whether others are alike."""
     firsts = [next(i for i, other in enumerate(tensors) if other is x) for x in tensors]
     distinct = sorted(set(firsts))
-    sizes = [[None if dim == varying[i] else n for dim, n in enumerate(tensors[i].shape)] for i in distinct]
-    strides = [list(tensors[i].stride()) for i in distinct]
-    for i, of_tensor in zip(distinct, strides):
-        if varying[i] is not None:
-            of_tensor[:-1] = [None] * (len(of_tensor) - 1)
+    facts = [_facts_of(tensors[i], varying[i]) for i in distinct]
     is_alike = TensorGuards(
-        *(tensors[i] for i in distinct), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        *(tensors[i] for i in distinct),
+        dynamic_dims_sizes=[sizes for sizes, _ in facts],
+        dynamic_dims_strides=[strides for _, strides in facts],
     ).check
+    if any(x.requires_grad for x in tensors):
+        is_alike = _without_grad_mode(is_alike)
     if len(distinct) == len(tensors):
         return is_alike
     # a guard takes no tensor twice: keys that were the values as well have to be so again
     repeats = [(i, first) for i, first in enumerate(firsts) if i != first]
-    return lambda *others: all(others[i] is others[j] for i, j in repeats) and is_alike(*[others[i] for i in distinct])
+    pick = itemgetter(*distinct) if len(distinct) > 1 else lambda others: (others[0],)
+
+    def are_alike(*others: Any) -> bool:
+        for i, first in repeats:
+            if others[i] is not others[first]:
+                return False
+        return is_alike(*pick(others))
+
+    return are_alike
+
+
+def _without_grad_mode(is_alike: Callable[..., bool]) -> Callable[..., bool]:
+    """A guard compares whether tensors require grad, whatever the mode."""
+    return lambda *others: not torch.is_grad_enabled() and is_alike(*others)
+
+
+def _facts_of(tensor: Any, varying: int | None) -> tuple[list[int | None], list[int | None]]:
+    """Sizes and strides that are to be the same, None for others."""
+    sizes: list[int | None] = list(tensor.shape)
+    strides: list[int | None] = list(tensor.stride())
+    if varying == 0:
+        span = sum((size - 1) * stride for size, stride in zip(sizes[1:], strides[1:]))
+        # else more elements along the dim could share addresses, and the stride of a single one says nothing
+        if sizes[0] > 1 and strides[0] > span:
+            sizes[0] = None
+    elif varying is not None:
+        sizes[varying] = None
+        strides[:-1] = [None] * (len(strides) - 1)
+    return sizes, strides

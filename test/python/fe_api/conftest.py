@@ -1,4 +1,7 @@
-"""Every second test of attention runs prefill with the larger row tiles: the sizes here would never choose them."""
+"""What tests of every family share.
+
+Every second test of attention runs prefill with the larger row tiles: the sizes here would never choose them.
+"""
 
 import zlib
 
@@ -12,3 +15,15 @@ def row_tiles(request, monkeypatch):
 
         for module in (op, wrapper):
             monkeypatch.setattr(module, "few_rows", lambda *_: 0)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A list that grows by one with each call that is served as a known one; none is known at first."""
+    from cuteforge import known_calls
+
+    known_calls.forget()
+    counts, run = [], known_calls.Call.run
+    monkeypatch.setattr(known_calls.Call, "run", lambda call, *args: counts.append(1) or run(call, *args))
+    yield counts
+    known_calls.forget()

@@ -8,10 +8,21 @@ from cuteforge.runtime.allocate import allocations
 KINDS = [((2, 1, 4, 8), torch.bfloat16), ((5,), torch.uint8), ((2, 0, 3), torch.float32)]
 
 
+BY_LENGTH = [((4, 8), torch.bfloat16), ((0,), torch.float16), ((), torch.int32)]
+
+
 def check(device):
     make = allocations(KINDS, device)
-    first, second = make(), make()
-    for (shape, dtype), x, y in zip(KINDS, first, second, strict=True):
+    check_kinds(KINDS, make([]), make([]), device)
+    make, given = allocations(KINDS, device, BY_LENGTH), [torch.zeros(7, 2, device=device)]
+    for length in (0, 1, 6):
+        kinds = [((length, *rest), dtype) for rest, dtype in BY_LENGTH]
+        check_kinds(kinds + KINDS, make(given, length), make(given, length), device)
+    assert [len(x) for x in make(given)[:3]] == [7, 7, 7]
+
+
+def check_kinds(kinds, first, second, device):
+    for (shape, dtype), x, y in zip(kinds, first, second, strict=True):
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device == device
         assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 

@@ -8,6 +8,7 @@ import torch
 from cuteforge import known_calls
 from cuteforge.gqa.op import Arrangement
 from cuteforge.known_calls import Call
+from cuteforge.tensor_spec import Operand, Signature
 
 NAMES = ("q", "k", "v", "out", "mask")
 
@@ -31,7 +32,8 @@ def raw_stream(monkeypatch):
 
 def op_of(entry, names=NAMES, arrange=None):
     compiled = types.SimpleNamespace(kernel=types.SimpleNamespace(entry=entry), scalars={0: (132, 0)})
-    return types.SimpleNamespace(signature=types.SimpleNamespace(names=names), _arrange=arrange, _compiled=compiled)
+    signature = Signature(*(Operand(name, "", ("float32",)) for name in names))
+    return types.SimpleNamespace(signature=signature, _arrange=arrange, _compiled=compiled)
 
 
 def tensors(keys=6):
@@ -62,6 +64,17 @@ def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes(raw_stream)
     assert len(operands) == 15 and (num_sms, waves, stream) == (132, 0, 77)
     assert operands[:5] == [q, k, v, out, None] and operands[6:] == [None] * 9
     assert operands[5].dtype == torch.uint8 and operands[5].data_ptr() == mask.data_ptr()
+
+
+def test_what_may_be_in_place_and_is_not_given_is_where_it_may_be(raw_stream):
+    entry, (q, *_) = Entry(), tensors()
+    op = op_of(entry, ("q", "out"))
+    op.signature = Signature(
+        Operand("q", "", ("float32",)), Operand("out", "", ("float32",), role="out", in_place_of="q")
+    )
+    assert Call(op, ("q",), 0, (), None, written=("q",)).run((q,)) == ()
+    ((x, out, *_),) = entry.calls
+    assert x is q and out is q and q._version == 1
 
 
 def test_what_is_written_counts_as_a_new_version(raw_stream):
@@ -138,12 +151,13 @@ def test_an_option_that_cannot_be_hashed_is_no_key():
     assert known_calls.seen_as(("a test", [1])) is None
 
 
-def test_of_tensors_that_require_grad_nothing_is_kept(seen, raw_stream):
+def test_tensors_that_require_grad_are_served_without_a_graph_only(seen, raw_stream):
     q, k, v = tensors()
     q.requires_grad_()
     with torch.no_grad():
         known_calls.keep(seen, (q, k, v), lambda: call_of(Entry()))
-        assert known_calls.run(seen, (q, k, v)) is None
+        assert known_calls.run(seen, (q, k, v)) is not None
+    assert known_calls.run(seen, (q, k, v)) is None
 
 
 def test_one_tensor_as_keys_and_values(seen, raw_stream):

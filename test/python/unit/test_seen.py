@@ -85,12 +85,46 @@ def test_of_calls_that_all_differ_few_are_kept():
     assert seen.find((torch.zeros(960),)) == 960
 
 
-def test_nothing_is_kept_of_tensors_that_require_grad():
-    """Whether that matters depends on the mode of the call."""
+def test_tensors_that_require_grad_are_found_without_grad_mode_only():
+    """Parameters of a model that runs without a graph."""
     seen, leaf = Seen(), torch.zeros(2, requires_grad=True)
+    seen.keep((leaf,), "finding")
+    assert not seen.findings
     with torch.no_grad():
         seen.keep((leaf,), "finding")
-        assert seen.find((leaf,)) is None
+        assert seen.find((leaf,)) == "finding"
+    assert seen.find((leaf,)) is None
+
+
+ROWS = torch.zeros(8, 3, 4)
+
+
+def test_a_first_extent_may_vary_and_no_stride_with_it():
+    seen = Seen()
+    seen.keep((ROWS,), "finding", [0])
+    assert seen.find((torch.zeros(1, 3, 4),)) == seen.find((torch.zeros(800, 3, 4),)) == "finding"
+    assert seen.find((torch.zeros(0, 3, 4),)) == "finding"
+    assert seen.find((torch.zeros(8, 3, 8)[..., :4],)) is None
+    assert seen.find((torch.zeros(8, 4, 4),)) is None
+
+
+@pytest.mark.parametrize(
+    "x", [ROWS[:1], ROWS[:1].expand(8, 3, 4), torch.zeros(3, 8, 4).transpose(0, 1)], ids=["one", "expanded", "inner"]
+)
+def test_a_first_dim_that_does_not_step_over_the_others_may_not_vary(x):
+    """More along it could share addresses; and of one element the stride says nothing."""
+    seen = Seen()
+    seen.keep((x,), "finding", [0])
+    assert seen.find((x,)) == "finding"
+    assert seen.find((torch.empty(0).set_(x.untyped_storage(), 0, (4, 3, 4), x.stride()),)) is None
+
+
+def test_a_later_extent_may_vary_with_the_strides_before_it():
+    seen, keys = Seen(), torch.zeros(2, 6, 4, 8)
+    seen.keep((keys,), "finding", [1])
+    assert seen.find((torch.zeros(2, 9, 4, 8),)) == "finding"
+    assert seen.find((torch.zeros(2, 4, 9, 8).transpose(1, 2),)) == "finding"
+    assert seen.find((torch.zeros(3, 6, 4, 8),)) is None
 
 
 def test_a_torch_without_guards_keeps_nothing(monkeypatch):

@@ -51,6 +51,9 @@ class _Compressor(APIBase):
 
     _BUILDER: str
     _BACKWARD: bool
+    _varying = dict.fromkeys(
+        ("kv", "score", "cu_seqlens", "cu_seqlens_comp", "grad_out", "grad_kv", "grad_score", "out"), 0
+    )
     deterministic = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -98,15 +101,17 @@ class _Compressor(APIBase):
     def workspace_bytes_on(self, device_index: int | None) -> int:
         return 0
 
-    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = (), check_graph: bool = True) -> None:
-        """As `APIBase._launch`, and refuses too few tokens for a row: `operands[5]` has a row for each output row."""
+    def _check_operands(self, operands: tuple) -> None:
         try:
-            too_few = operands[0].shape[0] < self.ratio and operands[5].shape[0] > 0
+            fits = self._agree(operands)
         except (AttributeError, IndexError):
-            too_few = True
-        if too_few:
+            fits = False  # no tensors: the table says which
+        if not fits:
             self.check_call(operands)
-        APIBase._launch(self, operands, stream, call_scalars, check_graph)
+
+    def _agree(self, operands: tuple) -> bool:
+        """Whether there are tokens for a row: `operands[5]` has one for each output row."""
+        return operands[0].shape[0] >= self.ratio or operands[5].shape[0] == 0
 
 
 class CSACompressorForward(_Compressor):
@@ -212,8 +217,11 @@ class CSACompressorBackward(_Compressor):
             RuntimeError: atomics were chosen and torch asks for deterministic algorithms.
         """
         operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
-        self._check_reduction(kv, workspace)
-        self._launch((*operands, workspace) if self.deterministic else operands, stream)
+        if self.deterministic:
+            operands = (*operands, workspace)
+        else:
+            _refuse_atomics_if_asked()
+        self._launch(operands, stream)
 
     def bind(
         self, *operands: torch.Tensor, workspace: torch.Tensor | None = None, stream: Any = None, **named: torch.Tensor
@@ -221,21 +229,14 @@ class CSACompressorBackward(_Compressor):
         """As `APIBase.bind`; the workspace belongs to the bound launch alone."""
         if self.deterministic:
             named["workspace"] = workspace
-        operands = self._ordered(operands, named)
-        self._check_reduction(operands[0], workspace)
-        return super().bind(*operands, stream=stream)
+        else:
+            _refuse_atomics_if_asked()
+        return super().bind(*operands, stream=stream, **named)
 
-    def _check_reduction(self, kv: Any, workspace: torch.Tensor | None) -> None:
-        """Refuse a workspace that is too small, and atomics where torch wants none."""
-        if not self.deterministic:
-            return _refuse_atomics_if_asked()
-        try:
-            # What the compiled entry does not see; rank and device it does. Of dtypes it tells sizes apart, not int8 from uint8.
-            if workspace.dtype is torch.uint8 and workspace.numel() >= self._workspace_bytes[kv.get_device()]:
-                return
-        except (AttributeError, KeyError):
-            pass  # no tensors, or the first call on this GPU
-        self._check_workspace(kv, workspace)
+    def _check_operands(self, operands: tuple) -> None:
+        if self.deterministic:
+            self._check_workspace(operands[0], operands[-1])
+        super()._check_operands(operands)
 
     def _check_workspace(self, kv: Any, workspace: Any) -> None:
         if not isinstance(kv, torch.Tensor) or not kv.is_cuda:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
 from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import dense, run_op
+from cuteforge.runtime.allocate import allocations
+from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
+_NO_CONTEXT = nullcontext()
 _INTS = (int, torch.SymInt)
 _INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
 
@@ -57,12 +63,15 @@ def csa_compressor_forward_wrapper(
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
     """
+    inputs, seen = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
+    if stream is None and type(total_comp) is int and total_comp >= 0:
+        seen = known_calls.seen_as(_key_of("csa forward", ratio, head_dim, coff))
+        results = known_calls.run(seen, inputs, total_comp)
+        if results is not None:
+            return TupleDict(out=results[0])
     check_sizes(kv, head_dim, ratio, coff)
-    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
-    if stream is None:
-        return TupleDict(out=_forward(inputs, total_comp, ratio, coff))
-    with explicit_stream(stream, kv.device):
-        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream))
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
+        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream, seen))
 
 
 def csa_compressor_backward_wrapper(
@@ -93,14 +102,16 @@ def csa_compressor_backward_wrapper(
             recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
     """
+    inputs, seen = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), None
+    # whether atomics may be used is asked of torch at each call
+    if stream is None and deterministic:
+        seen = known_calls.seen_as(_key_of("csa backward", ratio, head_dim, coff))
+        results = known_calls.run(seen, inputs)
+        if results is not None:
+            return TupleDict(grad_kv=results[0], grad_score=results[1], grad_ape=results[2])
     check_sizes(kv, head_dim, ratio, coff)
-    inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
-    if stream is None:
-        grads = _backward(inputs, ratio, coff, deterministic)
-    else:
-        with explicit_stream(stream, kv.device):
-            grads = _backward(inputs, ratio, coff, deterministic, stream)
-    grad_kv, grad_score, grad_ape = grads
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
+        grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, stream, seen)
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
 
@@ -111,46 +122,89 @@ def new_gradients(kv: torch.Tensor, ratio: int) -> Gradients:
     return grad_kv, grad_score, kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
 
 
-def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None) -> torch.Tensor:
-    """The forward wrapper on CUDA tensors that nothing follows; `stream` is torch's current one, or None."""
+def run_forward(
+    inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None, seen: Seen | None = None
+) -> torch.Tensor:
+    """The forward wrapper on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
+
+    Args:
+        seen: where the call is to be kept, of `known_calls`.
+    """
     kv = inputs[0]
     columns = kv.shape[1]
     out = kv.new_empty((total_comp, columns // coff))
     config = (ratio, coff)
     key = ("csa forward", kv.dtype, columns, config, kv.get_device())
-    run_op(key, _make_forward, inputs, _launch_forward, readable, (out, config, stream))
+    op = run_op(key, _make_forward, inputs, _launch_forward, readable, (out, config, stream))
+    if op is not None:
+        known_calls.keep(seen, inputs, _forward_call, op, out)
     return out
 
 
-def run_backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None) -> Gradients:
+def run_backward(
+    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None, seen: Seen | None = None
+) -> Gradients:
     """The backward wrapper, as `run_forward`."""
     kv = inputs[0]
     grads = new_gradients(kv, ratio)
     config = (ratio, coff, bool(deterministic))
     key = ("csa backward", kv.dtype, kv.shape[1], config, kv.get_device())
-    run_op(key, _make_backward, inputs, _launch_backward, readable, (grads, config, stream))
+    op = run_op(key, _make_backward, inputs, _launch_backward, readable, (grads, config, stream))
+    if op is not None:
+        known_calls.keep(seen, inputs, _backward_call, op, grads)
     return grads
 
 
-def _forward(inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any = None) -> torch.Tensor:
+def _forward(
+    inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any, seen: Seen | None
+) -> torch.Tensor:
     """The forward wrapper on torch's current stream, which is `stream` if one was asked for."""
     kv, score, ape, _, cu_seqlens_comp = inputs
     if total_comp is None:
         total_comp = _last_offset(cu_seqlens_comp)
     total_comp = row_count(total_comp)
     if not needs_op(kv, score, ape):
-        return run_forward(inputs, total_comp, ratio, coff, stream)
+        return run_forward(inputs, total_comp, ratio, coff, stream, seen)
     operands = dict(zip(_INPUT_NAMES, inputs))
     return call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
 
 
-def _backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None) -> Gradients:
+def _backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any, seen: Seen | None) -> Gradients:
     """The backward wrapper, as `_forward`."""
     if not is_traced(inputs[0]):
-        return run_backward(inputs, ratio, coff, deterministic, stream)
+        return run_backward(inputs, ratio, coff, deterministic, stream, seen)
     refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
     operands = dict(zip(_INPUT_NAMES, inputs))
     return call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)
+
+
+# Calls that are known: of any number of tokens, segments and rows.
+
+
+def _key_of(name: str, *config: Any) -> tuple:
+    """With the types: True is no ratio."""
+    return (name, *config, *map(type, config))
+
+
+def _forward_call(op: CSACompressorForward, out: torch.Tensor) -> known_calls.Call:
+    return _call_of(op, allocations([], out.device, [(tuple(out.shape[1:]), out.dtype)]), out.get_device())
+
+
+def _backward_call(op: CSACompressorBackward, grads: Gradients) -> known_calls.Call:
+    *by_token, grad_ape = grads
+    device = grad_ape.get_device()
+    kinds = [(tuple(grad_ape.shape), grad_ape.dtype), ((op.workspace_bytes_on(device),), torch.uint8)]
+    by_length = [(tuple(x.shape[1:]), x.dtype) for x in by_token]
+    return _call_of(op, allocations(kinds, grad_ape.device, by_length), device)
+
+
+def _call_of(op: Any, allocate: Callable[..., list[torch.Tensor]], device: int) -> known_calls.Call:
+    """The call that `op` has just served, whose first operands were given and whose last ones `allocate` makes."""
+
+    def has_a_block(tensors: Sequence[Any]) -> bool:
+        return tensors[0].size(0) >= op.ratio
+
+    return known_calls.Call(op, op.signature.names, device, (), allocate, agrees=has_a_block, varying=op._varying)
 
 
 # What `run_op` calls.
@@ -162,8 +216,7 @@ def _make_forward(*call: Any) -> CSACompressorForward:
 
 
 def _launch_forward(op: CSACompressorForward, inputs: tuple, out: torch.Tensor, _: tuple, stream: Any) -> None:
-    # `needs_op` has asked all that can require grad.
-    op._launch((*inputs, out), stream, (), False)
+    op._launch((*inputs, out), stream)
 
 
 def _make_backward(*call: Any) -> CSACompressorBackward:

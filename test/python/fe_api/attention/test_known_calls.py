@@ -8,27 +8,12 @@ from cuteforge import (
     attention,
     gqa_decode_wrapper,
     gqa_prefill_wrapper,
-    known_calls,
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
+from helpers.calls import check_equal, fresh
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    known_calls.forget()
-    yield
-    known_calls.forget()
-
-
-@pytest.fixture
-def served(monkeypatch):
-    """How many calls were served as known ones."""
-    counts, run = [], known_calls.Call.run
-    monkeypatch.setattr(known_calls.Call, "run", lambda call, tensors: counts.append(1) or run(call, tensors))
-    return counts
 
 
 def heads(device, *shape):
@@ -37,18 +22,6 @@ def heads(device, *shape):
 
 def dense(device, keys=40, queries=1):
     return heads(device, 2, queries, 8), heads(device, 2, keys, 2), heads(device, 2, keys, 2)
-
-
-def fresh(wrapper, *tensors, **options):
-    """The result of a call that knows of none before it."""
-    known_calls.forget()
-    return {name: x.clone() for name, x in wrapper(*tensors, **options).items()}
-
-
-def check_equal(got, want):
-    assert list(got.keys()) == list(want.keys())
-    for name, x in want.items():
-        assert got[name].shape == x.shape and torch.equal(got[name], x), name
 
 
 WRAPPERS = {"decode": (gqa_decode_wrapper, 1), "prefill": (gqa_prefill_wrapper, 70)}

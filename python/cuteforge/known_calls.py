@@ -76,46 +76,49 @@ class Call:
         return results
 
 
-def seen_as(key: Hashable) -> Seen | None:
-    """What was kept under a key that holds all of a call but its tensors; None where no call may be served by it, or none with such a key.
+def serve(key: Hashable, tensors: Sequence[Any], *sizes: int) -> Sequence[Any] | None:
+    """What a call like an earlier one allocates, after its launch, on tensors that nothing follows.
 
-    Calls that more than autograd follows are not: torch.compile and forward-mode differentiation are asked here, of what else there is `Seen` tells
-    the tensors apart.
+    None if there was none, if more than autograd follows the call, or if the entry refuses it: for an address, say. Then the wrapper does all it
+    does, which copies or raises.
+
+    Args:
+        key: all of a call but its tensors.
+        sizes: for the `allocate` of the call.
     """
+    # of what else may follow a call `Seen` tells the tensors apart
     if is_dynamo_compiling() or forward_ad._current_level >= 0:
         return None
     try:
         seen = _seen.get(key)
-    except TypeError:  # an option that cannot be hashed: the wrapper says what is wrong with it
-        return None
-    if seen is None:
-        if len(_seen) >= env.cache_size():
-            forget()
-        seen = _seen.setdefault(key, Seen())
-    return seen if env.launch_is_plain() else None
-
-
-def run(seen: Seen | None, tensors: Sequence[Any], *sizes: int) -> Sequence[Any] | None:
-    """What a call like an earlier one allocates, after its launch, on tensors that nothing follows.
-
-    Args:
-        sizes: for the `allocate` of the call.
-
-    None if there was none, or if the entry refuses this one: for an address, say. Then the wrapper does all it does, which copies or raises.
-    """
-    if seen is None:
-        return None
-    try:
+        if seen is None or not env.launch_is_plain():
+            return None
         for is_alike, call in seen.findings:
             if is_alike(*tensors):
                 agrees = call.agrees
                 return call.run(tensors, *sizes) if agrees is None or agrees(tensors) else None
-        return None
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    except (TypeError, ValueError, RuntimeError):  # also an option that cannot be hashed
+        pass
+    return None
 
 
-def keep(seen: Seen | None, tensors: Sequence[Any], make: Callable[..., Call | None], *args: Any) -> None:
-    """Keep the call ``make(*args)``, if it is time to and there is one."""
-    if seen is not None and seen.is_due() and (call := make(*args)) is not None:
+def keep(key: Hashable, tensors: Sequence[Any], make: Callable[..., Call | None], *args: Any) -> None:
+    """Keep the call ``make(*args)``, if it is time to and there is one; of no call where `key` is None or cannot be hashed."""
+    if key is None:
+        return
+    try:
+        seen = _seen.get(key)
+    except TypeError:
+        return
+    if seen is None:
+        if len(_seen) >= env.cache_size():
+            forget()
+        seen = _seen.setdefault(key, Seen())
+    if seen.is_due() and (call := make(*args)) is not None:
         seen.keep(tensors, call, call.varying[: len(tensors)])
+
+
+def find(key: Hashable, tensors: Sequence[Any]) -> Call | None:
+    """What was kept of a call like this one."""
+    seen = _seen.get(key)
+    return None if seen is None else seen.find(tensors)

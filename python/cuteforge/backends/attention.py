@@ -69,12 +69,12 @@ def attention(
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: no backend serves the call, or not the one that was asked for; lists the refusals. Nothing was launched.
     """
-    options, seen = _options(window, softcap, sinks), None
+    options, known_as = _options(window, softcap, sinks), None
     if kv_cache is None and not options and not is_traced(q):
         asked = is_causal, fwd, scale, backend, registry.context_backend(), env.backend()
         tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-        seen = known_calls.seen_as(("attention", len(tensors), asked))
-        results = known_calls.run(seen, tensors)
+        known_as = "attention", len(tensors), asked
+        results = known_calls.serve(known_as, tensors)
         if results is not None:
             return results[0]
     if is_dynamo_compiling():
@@ -83,8 +83,8 @@ def attention(
         request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
         chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
     result = chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, **options)
-    if seen is not None:
-        known_calls.keep(seen, tensors, chosen.known_call, q, k, v, attn_mask, is_causal, fwd, scale)
+    if known_as is not None:
+        known_calls.keep(known_as, tensors, chosen.known_call, q, k, v, attn_mask, is_causal, fwd, scale)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import dense, run_op
 from cuteforge.runtime.allocate import allocations
 from cuteforge.runtime.arch import resolve_arch
-from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 
 _Tensor = torch.Tensor
@@ -186,10 +185,10 @@ def _attend(
     op: type, inputs: tuple, out: Any, return_lse: bool, stream: Any, softmax_scale: float | None, options: tuple
 ) -> TupleDict:  # fmt: skip
     """Run a wrapper: its inputs, None for those not given, and its options."""
-    seen = None
+    known_as = None
     if out is None and stream is None:
-        seen = known_calls.seen_as(_key_of(op, inputs, return_lse, softmax_scale, options))
-        results = known_calls.run(seen, [x for x in inputs if x is not None])
+        known_as = _key_of(op, inputs, return_lse, softmax_scale, options)
+        results = known_calls.serve(known_as, [x for x in inputs if x is not None])
         if results is not None:
             return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
     tensors, config = dict(zip(_INPUTS[op], inputs)), dict(zip(_OPTIONS, options))
@@ -203,7 +202,7 @@ def _attend(
         if is_traced(inputs[0]):
             results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
         else:
-            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config, seen)
+            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config, known_as)
             _count_writes(given, out)
     return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
 
@@ -218,8 +217,7 @@ def known_dense_call(op: type, q: Any, k: Any, v: Any, mask: Any, causal: bool, 
     given = {"q": q, "k": k, "v": v, "mask": mask}
     inputs = tuple(map(given.get, _INPUTS[op]))
     options = (causal, None, None, None) if op is GQADecode else (causal, None, None)
-    seen = known_calls.seen_as(_key_of(op, inputs, False, softmax_scale, options))
-    return None if seen is None else seen.find([x for x in inputs if x is not None])
+    return known_calls.find(_key_of(op, inputs, False, softmax_scale, options), [x for x in inputs if x is not None])
 
 
 def run_attention(
@@ -230,12 +228,12 @@ def run_attention(
     stream: Any,
     softmax_scale: float | None,
     config: Mapping[str, Any],
-    seen: Seen | None = None,
+    known_as: Hashable = None,
 ) -> tuple:
     """(out, lse or None), launched on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
 
     Args:
-        seen: where the call is to be kept, of `known_calls`.
+        known_as: the key under which the call is to be kept, of `known_calls`.
     """
     new_out, lse = new_results(given, return_lse)
     results = {"out": new_out if out is None else out}
@@ -254,7 +252,7 @@ def run_attention(
     copy = _readable_but_pools(given) if "new_k" in given else readable
     compiled = run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
     if compiled is not None and results["out"].numel():
-        known_calls.keep(seen, inputs, _call_of, compiled, given, results, softmax_scale)
+        known_calls.keep(known_as, inputs, _call_of, compiled, given, results, softmax_scale)
     return results["out"], lse
 
 

@@ -15,7 +15,6 @@ from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding, direction
 from cuteforge.runtime.allocate import allocations
-from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, needs_op
 
 # By the number of tensors.
@@ -67,18 +66,7 @@ def rotary_wrapper(
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
         RuntimeError: in place on a leaf that requires grad, or on a view of one.
     """
-    seen = None
-    if stream is None:
-        others = () if out is x else (out,)
-        tensors = (x, *others, freqs_cis, cos, sin, positions)
-        seen = known_calls.seen_as(("rotary", interleaved, inverse, *map(type, tensors)))
-        results = known_calls.run(seen, [tensor for tensor in tensors if tensor is not None])
-        if results is not None:
-            return TupleDict(out=results[0] if out is None else out)
-    check_heads(x, "x")
-    angles = angles_of(freqs_cis, cos, sin, positions)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, x.device):
-        (out,) = _rotate((x,), (out,), angles, interleaved, inverse, stream, seen)
+    (out,) = _rotate((x,), (out,), (freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(out=out)
 
 
@@ -104,19 +92,7 @@ def rotary_qk_wrapper(
     Returns:
         ``TupleDict(q, k)``.
     """
-    seen = None
-    if stream is None:
-        others = () if q_out is q and k_out is k else (q_out, k_out)
-        tensors = (q, k, *others, freqs_cis, cos, sin, positions)
-        seen = known_calls.seen_as(("rotary", interleaved, inverse, *map(type, tensors)))
-        results = known_calls.run(seen, [tensor for tensor in tensors if tensor is not None])
-        if results is not None:
-            return TupleDict(q=results[0], k=results[1]) if q_out is None else TupleDict(q=q_out, k=k_out)
-    check_heads(q, "q")
-    check_heads(k, "k")
-    angles = angles_of(freqs_cis, cos, sin, positions)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, q.device):
-        q, k = _rotate((q, k), (q_out, k_out), angles, interleaved, inverse, stream, seen)
+    q, k = _rotate((q, k), (q_out, k_out), (freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(q=q, k=k)
 
 
@@ -207,18 +183,53 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
     return angles
 
 
-def _rotate(
-    sources: Heads, targets: tuple, angles: Angles, interleaved: bool, inverse: bool, stream: Any, seen: Seen | None
-) -> Heads:
+def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inverse: bool, stream: Any) -> Heads:
     """The rotated `sources`: in `targets`, or in new memory for one that is None.
 
     Args:
-        seen: where the call is to be kept, of `known_calls`.
+        table: as `angles_of` takes it.
     """
-    if targets[0] is None or targets[-1] is None:
-        if targets[0] is not targets[-1]:
-            seen = None
-        targets = () if targets[0] is targets[-1] else tuple(map(_given_or_new, targets, sources))
+    known_as = None
+    if stream is None:
+        where = _where(sources, targets)
+        freqs_cis, *by_position = table
+        angles = by_position if freqs_cis is None else (x for x in table if x is not None)
+        known_as = "rotary", where, freqs_cis is None, interleaved, inverse
+        given = (*sources, *targets, *angles) if where == "given" else (*sources, *angles)
+        results = known_calls.serve(known_as, given)
+        if results is not None:
+            return results if where == "new" else targets
+    for x, name in zip(sources, SOURCE_NAMES[len(sources)]):
+        check_heads(x, name)
+    angles = angles_of(*table)
+    with _NO_CONTEXT if stream is None else explicit_stream(stream, sources[0].device):
+        return _rotate_unknown(sources, targets, angles, interleaved, inverse, stream, known_as)
+
+
+def _where(sources: Heads, targets: tuple) -> str:
+    """Where the results of one tensor or of two go."""
+    first, last = targets[0], targets[-1]
+    if first is None and last is None:
+        return "new"
+    return "in place" if first is sources[0] and last is sources[-1] else "given"
+
+
+def _rotate_unknown(
+    sources: Heads,
+    targets: tuple,
+    angles: Angles,
+    interleaved: bool,
+    inverse: bool,
+    stream: Any,
+    known_as: tuple | None,
+) -> Heads:
+    """As `_rotate`, on torch's current stream, which is `stream` if one was asked for.
+
+    Args:
+        known_as: the key under which the call is to be kept, of `known_calls`.
+    """
+    where, is_whole = _where(sources, targets), targets[0] is not None and targets[-1] is not None
+    targets = () if where == "new" else targets if is_whole else tuple(map(_given_or_new, targets, sources))
     if needs_op(*sources, *targets, *angles):
         return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
     results = targets or new_results(sources)
@@ -226,10 +237,9 @@ def _rotate(
     if targets:
         # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
         increment_version(targets)
-    if op is not None:
-        where = "new" if not targets else "in place" if _are_same(sources, targets) else "given"
+    if op is not None and (is_whole or where == "new"):
         others = targets if where == "given" else ()
-        known_calls.keep(seen, (*sources, *others, *angles), _call_of, op, results, where, inverse)
+        known_calls.keep(known_as, (*sources, *others, *angles), _call_of, op, results, where, inverse)
     return results
 
 
@@ -247,10 +257,6 @@ def _call_of(op: RotaryEmbedding, results: Heads, where: str, inverse: bool) -> 
     return known_calls.Call(op, names, x.get_device(), direction(inverse), allocate, written, varying=op._varying)
 
 
-def _are_same(sources: Heads, targets: Heads) -> bool:
-    return all(target is x for target, x in zip(targets, sources))
-
-
 def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:
     """As `_rotate`, seen by what follows the call."""
     count = len(sources)
@@ -258,7 +264,7 @@ def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple,
     names = (*SOURCE_NAMES[count], *target_names, *_ANGLE_NAMES[len(angles)])
     operands = dict(zip(names, (*sources, *targets, *angles)))
     arguments = (*sources, *_op_angles(angles), *config)
-    if targets and _are_same(sources, targets):
+    if targets and _where(sources, targets) == "in place":
         call_op(f"{_OPS[count]}_", operands, arguments, stream)
         return targets
     for name, target, x in zip(target_names, targets, sources):

@@ -83,86 +83,108 @@ def test_what_is_written_counts_as_a_new_version(raw_stream):
     assert [x._version for x in given] == [0, 1, 1]
 
 
-@pytest.fixture
-def seen():
+KEY = ("a test",)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
     known_calls.forget()
-    yield known_calls.seen_as(("a test",))
+    yield
     known_calls.forget()
 
 
-def test_a_call_is_served_on_tensors_like_those_that_were_kept(seen, raw_stream):
+def test_a_call_is_served_on_tensors_like_those_that_were_kept(raw_stream):
     entry = Entry()
-    assert known_calls.run(seen, tensors()) is None
-    known_calls.keep(seen, tensors(), lambda: call_of(entry))
-    (out,) = known_calls.run(known_calls.seen_as(("a test",)), tensors())
+    assert known_calls.serve(KEY, tensors()) is None
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
+    (out,) = known_calls.serve(KEY, tensors())
     assert out.shape == (2, 1, 4, 8) and len(entry.calls) == 1
-    assert known_calls.run(seen, tensors(keys=7)) is None and len(entry.calls) == 1
+    assert known_calls.serve(KEY, tensors(keys=7)) is None and len(entry.calls) == 1
 
 
-def test_extents_that_may_vary_do_and_no_other(seen, raw_stream):
+def test_extents_that_may_vary_do_and_no_other(raw_stream):
     entry = Entry()
-    known_calls.keep(seen, tensors(), lambda: call_of(entry, varying={"k": 1, "v": 1}))
-    assert known_calls.run(seen, tensors(keys=700)) is not None
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry, varying={"k": 1, "v": 1}))
+    assert known_calls.serve(KEY, tensors(keys=700)) is not None
     by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(keys=9)]
-    assert known_calls.run(seen, (tensors()[0], *by_head[1:])) is not None
+    assert known_calls.serve(KEY, (tensors()[0], *by_head[1:])) is not None
     q, k, v = tensors()
-    assert known_calls.run(seen, (q, k[:, :, :1], v)) is None
-    assert known_calls.run(seen, (q[:1], k, v)) is None
-    assert known_calls.run(seen, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)) is None
+    assert known_calls.serve(KEY, (q, k[:, :, :1], v)) is None
+    assert known_calls.serve(KEY, (q[:1], k, v)) is None
+    assert known_calls.serve(KEY, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)) is None
     assert len(entry.calls) == 2
 
 
-def test_extents_that_must_agree_are_compared(seen, raw_stream):
+def test_extents_that_must_agree_are_compared(raw_stream):
     entry = Entry()
 
     def agrees(given):
         return given[1].shape[1] == given[2].shape[1]
 
-    known_calls.keep(seen, tensors(), lambda: call_of(entry, agrees=agrees, varying={"k": 1, "v": 1}))
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry, agrees=agrees, varying={"k": 1, "v": 1}))
     q, k, v = tensors()
-    assert known_calls.run(seen, (q, k, v[:, :3])) is None and not entry.calls
-    assert known_calls.run(seen, (q, k[:, :3], v[:, :3])) is not None
+    assert known_calls.serve(KEY, (q, k, v[:, :3])) is None and not entry.calls
+    assert known_calls.serve(KEY, (q, k[:, :3], v[:, :3])) is not None
 
 
-def test_the_first_tensor_may_be_held_fixed(seen, raw_stream):
+def test_the_first_tensor_may_be_held_fixed(raw_stream):
     call = call_of(Entry(), varying={"q": 1, "k": 1, "v": 1})
-    known_calls.keep(seen, tensors(), call.with_first_fixed)
-    assert known_calls.run(seen, tensors(keys=9)) is not None
-    assert known_calls.run(seen, (torch.zeros(2, 5, 4, 8), *tensors()[1:])) is None
+    known_calls.keep(KEY, tensors(), call.with_first_fixed)
+    assert known_calls.serve(KEY, tensors(keys=9)) is not None
+    assert known_calls.serve(KEY, (torch.zeros(2, 5, 4, 8), *tensors()[1:])) is None
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
-def test_what_the_entry_refuses_is_left_to_the_wrapper(seen, raw_stream, error):
-    known_calls.keep(seen, tensors(), lambda: call_of(Entry(error("misaligned"))))
-    assert known_calls.run(seen, tensors()) is None
+def test_what_the_entry_refuses_is_left_to_the_wrapper(raw_stream, error):
+    known_calls.keep(KEY, tensors(), lambda: call_of(Entry(error("misaligned"))))
+    assert known_calls.serve(KEY, tensors()) is None
 
 
 @pytest.mark.parametrize(
     "variable", ["CUTEFORGE_CHECK", "CUTEFORGE_KERNELS", "CUTEFORGE_FAST_LAUNCH", "CUTEFORGE_NVTX"]
 )
-def test_nothing_is_served_this_way_where_the_environment_asks_for_more(seen, raw_stream, monkeypatch, variable):
+def test_nothing_is_served_this_way_where_the_environment_asks_for_more(raw_stream, monkeypatch, variable):
     entry = Entry()
-    known_calls.keep(seen, tensors(), lambda: call_of(entry))
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
     monkeypatch.setenv(variable, "1")
-    assert known_calls.seen_as(("a test",)) is None and not entry.calls
+    assert known_calls.serve(KEY, tensors()) is None and not entry.calls
 
 
 def test_an_option_that_cannot_be_hashed_is_no_key():
-    assert known_calls.seen_as(("a test", [1])) is None
+    key = ("a test", [1])
+    known_calls.keep(key, tensors(), lambda: call_of(Entry()))
+    assert known_calls.serve(key, tensors()) is None
 
 
-def test_tensors_that_require_grad_are_served_without_a_graph_only(seen, raw_stream):
+def test_sizes_are_handed_to_who_allocates(raw_stream):
+    entry, names = Entry(), ("q", "out")
+    call = Call(op_of(entry, names), names, 0, (), lambda given, rows: [torch.empty(rows, 8)])
+    known_calls.keep(KEY, tensors()[:1], lambda: call)
+    (out,) = known_calls.serve(KEY, tensors()[:1], 5)
+    assert out.shape == (5, 8) and entry.calls[0][1] is out
+
+
+def test_a_call_under_torch_compile_or_forward_mode_is_not_served(raw_stream):
+    entry = Entry()
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
+    with torch.autograd.forward_ad.dual_level():
+        assert known_calls.serve(KEY, tensors()) is None
+    compiled = torch.compile(lambda *x: known_calls.serve(KEY, x) is None, backend="eager", fullgraph=True)
+    assert compiled(*tensors()) and not entry.calls
+
+
+def test_tensors_that_require_grad_are_served_without_a_graph_only(raw_stream):
     q, k, v = tensors()
     q.requires_grad_()
     with torch.no_grad():
-        known_calls.keep(seen, (q, k, v), lambda: call_of(Entry()))
-        assert known_calls.run(seen, (q, k, v)) is not None
-    assert known_calls.run(seen, (q, k, v)) is None
+        known_calls.keep(KEY, (q, k, v), lambda: call_of(Entry()))
+        assert known_calls.serve(KEY, (q, k, v)) is not None
+    assert known_calls.serve(KEY, (q, k, v)) is None
 
 
-def test_one_tensor_as_keys_and_values(seen, raw_stream):
+def test_one_tensor_as_keys_and_values(raw_stream):
     """A guard of torch takes no tensor twice."""
     entry, (q, k, v) = Entry(), tensors()
-    known_calls.keep(seen, (q, k, k), lambda: call_of(entry))
-    assert known_calls.run(seen, (q, v, v)) is not None
-    assert known_calls.run(seen, (q, k, v)) is None and len(entry.calls) == 1
+    known_calls.keep(KEY, (q, k, k), lambda: call_of(entry))
+    assert known_calls.serve(KEY, (q, v, v)) is not None
+    assert known_calls.serve(KEY, (q, k, v)) is None and len(entry.calls) == 1

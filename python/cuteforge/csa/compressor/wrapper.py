@@ -14,7 +14,6 @@ from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorFor
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import dense, run_op
 from cuteforge.runtime.allocate import allocations
-from cuteforge.runtime.seen import Seen
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
@@ -63,15 +62,15 @@ def csa_compressor_forward_wrapper(
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
     """
-    inputs, seen = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
+    inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if stream is None and type(total_comp) is int and total_comp >= 0:
-        seen = known_calls.seen_as(_key_of("csa forward", ratio, head_dim, coff))
-        results = known_calls.run(seen, inputs, total_comp)
+        known_as = _key_of("csa forward", ratio, head_dim, coff)
+        results = known_calls.serve(known_as, inputs, total_comp)
         if results is not None:
             return TupleDict(out=results[0])
     check_sizes(kv, head_dim, ratio, coff)
     with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
-        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream, seen))
+        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream, known_as))
 
 
 def csa_compressor_backward_wrapper(
@@ -102,16 +101,16 @@ def csa_compressor_backward_wrapper(
             recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
     """
-    inputs, seen = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), None
+    inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), None
     # whether atomics may be used is asked of torch at each call
     if stream is None and deterministic:
-        seen = known_calls.seen_as(_key_of("csa backward", ratio, head_dim, coff))
-        results = known_calls.run(seen, inputs)
+        known_as = _key_of("csa backward", ratio, head_dim, coff)
+        results = known_calls.serve(known_as, inputs)
         if results is not None:
             return TupleDict(grad_kv=results[0], grad_score=results[1], grad_ape=results[2])
     check_sizes(kv, head_dim, ratio, coff)
     with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
-        grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, stream, seen)
+        grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, stream, known_as)
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
 
@@ -123,12 +122,12 @@ def new_gradients(kv: torch.Tensor, ratio: int) -> Gradients:
 
 
 def run_forward(
-    inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None, seen: Seen | None = None
+    inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None, known_as: tuple | None = None
 ) -> torch.Tensor:
     """The forward wrapper on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
 
     Args:
-        seen: where the call is to be kept, of `known_calls`.
+        known_as: the key under which the call is to be kept, of `known_calls`.
     """
     kv = inputs[0]
     columns = kv.shape[1]
@@ -137,12 +136,12 @@ def run_forward(
     key = ("csa forward", kv.dtype, columns, config, kv.get_device())
     op = run_op(key, _make_forward, inputs, _launch_forward, readable, (out, config, stream))
     if op is not None:
-        known_calls.keep(seen, inputs, _forward_call, op, out)
+        known_calls.keep(known_as, inputs, _forward_call, op, out)
     return out
 
 
 def run_backward(
-    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None, seen: Seen | None = None
+    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None, known_as: tuple | None = None
 ) -> Gradients:
     """The backward wrapper, as `run_forward`."""
     kv = inputs[0]
@@ -151,12 +150,12 @@ def run_backward(
     key = ("csa backward", kv.dtype, kv.shape[1], config, kv.get_device())
     op = run_op(key, _make_backward, inputs, _launch_backward, readable, (grads, config, stream))
     if op is not None:
-        known_calls.keep(seen, inputs, _backward_call, op, grads)
+        known_calls.keep(known_as, inputs, _backward_call, op, grads)
     return grads
 
 
 def _forward(
-    inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any, seen: Seen | None
+    inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any, known_as: tuple | None
 ) -> torch.Tensor:
     """The forward wrapper on torch's current stream, which is `stream` if one was asked for."""
     kv, score, ape, _, cu_seqlens_comp = inputs
@@ -164,15 +163,17 @@ def _forward(
         total_comp = _last_offset(cu_seqlens_comp)
     total_comp = row_count(total_comp)
     if not needs_op(kv, score, ape):
-        return run_forward(inputs, total_comp, ratio, coff, stream, seen)
+        return run_forward(inputs, total_comp, ratio, coff, stream, known_as)
     operands = dict(zip(_INPUT_NAMES, inputs))
     return call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
 
 
-def _backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any, seen: Seen | None) -> Gradients:
+def _backward(
+    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any, known_as: tuple | None
+) -> Gradients:
     """The backward wrapper, as `_forward`."""
     if not is_traced(inputs[0]):
-        return run_backward(inputs, ratio, coff, deterministic, stream, seen)
+        return run_backward(inputs, ratio, coff, deterministic, stream, known_as)
     refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
     operands = dict(zip(_INPUT_NAMES, inputs))
     return call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)

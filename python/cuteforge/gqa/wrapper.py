@@ -24,7 +24,6 @@ from cuteforge.gqa.config import ROW_BLOCK
 from cuteforge.gqa.options import Window, checked_softcap, checked_window
 from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import dense, run_op
-from cuteforge.runtime.allocate import allocations
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
 
@@ -258,33 +257,24 @@ def run_attention(
 
 def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | None) -> known_calls.Call:
     """The call that `op` has just served: `given` by the caller, `results` allocated for it."""
-    q = given["q"]
-    needed = op._workspace_bytes(q.get_device()) if op._splits else None
-    agrees, varying = _variations(type(op), given)
+    q, (agrees, varying) = given["q"], _variations(type(op), given)
     if "q" in varying:
-        allocate = _results_of(given, results)
+        # tokens: a dim of q and out, and the last of lse
+        dims, length_of = {"out": varying["q"], "lse": -1}, ("q", varying["q"])
     else:
-        kinds = [(tuple(x.shape), x.dtype) for x in results.values()]
-        if needed is not None:
-            kinds.append(((needed,), torch.uint8))
-        allocate = allocations(kinds, q.device)
-
-    names = (*given, *results, *(("workspace",) if op._splits else ()))
-    written = POOLS if "new_k" in given else ()
-    scalars = (op._scale_of(softmax_scale),)
-    return known_calls.Call(op, names, q.get_device(), scalars, allocate, written, agrees, varying)
+        dims, length_of = {}, None
+    new = [_result(name, x, dims.get(name)) for name, x in results.items()]
+    if op._splits:
+        new.append(known_calls.Result("workspace", (op._workspace_bytes(q.get_device()),), torch.uint8))
+    facts = {"length_of": length_of, "agrees": agrees, "varying": varying, "written": POOLS if "new_k" in given else ()}
+    return known_calls.Call(op, tuple(given), new, q.device, (op._scale_of(softmax_scale),), **facts)
 
 
-def _results_of(given: Tensors, results: Tensors) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What makes results for other numbers of tokens."""
-    with_lse, is_packed, values = (
-        "lse" in results,
-        "cu_seqlens_q" in given,
-        list(given).index("v" if "v" in given else "v_cache"),
-    )
-    if not with_lse and given["q"].shape[-1] == results["out"].shape[-1]:
-        return lambda tensors: (torch.empty_like(tensors[0], memory_format=_CONTIGUOUS),)
-    return lambda tensors: [x for x in _results_like(tensors[0], tensors[values], is_packed, with_lse) if x is not None]
+def _result(name: str, x: torch.Tensor, growing: int | None) -> known_calls.Result:
+    shape: list[int | None] = list(x.shape)
+    if growing is not None:
+        shape[growing] = None
+    return known_calls.Result(name, tuple(shape), x.dtype)
 
 
 def _variations(op: type, given: Tensors) -> tuple[Callable[[Sequence[Any]], bool] | None, dict[str, int]]:
@@ -333,18 +323,14 @@ def _launch(
 
 def new_results(given: Tensors, with_lse: bool) -> tuple:
     """Uninitialised (out, lse or None) for inputs by name."""
-    values = given["v" if "v" in given else "v_cache"]
-    return _results_like(given["q"], values, "cu_seqlens_q" in given, with_lse)
-
-
-def _results_like(q: torch.Tensor, values: torch.Tensor, is_packed: bool, with_lse: bool) -> tuple:
+    q, values = given["q"], given["v" if "v" in given else "v_cache"]
     if q.shape[-1] == values.shape[-1]:
         out = torch.empty_like(q, memory_format=_CONTIGUOUS)
     else:
         out = q.new_empty((*q.shape[:-1], values.shape[-1]))
     if not with_lse:
         return out, None
-    if is_packed:
+    if "cu_seqlens_q" in given:
         shape = (q.shape[1], q.shape[0])
     else:
         shape = (q.shape[0], q.shape[-2], q.shape[1] if q.dim() == 4 else 1)

@@ -14,7 +14,6 @@ from cuteforge.api_base import TupleDict
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding, direction
-from cuteforge.runtime.allocate import allocations
 from cuteforge.torch_library import call_op, explicit_stream, needs_op
 
 # By the number of tensors.
@@ -245,16 +244,18 @@ def _rotate_unknown(
 
 def _call_of(op: RotaryEmbedding, results: Heads, where: str, inverse: bool) -> known_calls.Call:
     """The call that `op` has just served, of any number of tokens or batches; `where` its results are: new memory, the sources, or other tensors."""
-    count, x = len(results), results[0]
+    count = len(results)
     sources, targets, angles = ("x", "k")[:count], ("out", "k_out")[:count], op.signature.names[2 * count :]
-    names, written = {
-        "new": ((*sources, *angles, *targets), ()),
+    given, written = {
+        "new": ((*sources, *angles), ()),
         "in place": ((*sources, *angles), sources),
         "given": ((*sources, *targets, *angles), targets),
     }[where]
-    kinds = [(tuple(x.shape[1:]), x.dtype) for x in results]
-    allocate = allocations([], x.device, kinds) if where == "new" else None
-    return known_calls.Call(op, names, x.get_device(), direction(inverse), allocate, written, varying=op._varying)
+    new = [
+        known_calls.Result(name, (None, *x.shape[1:]), x.dtype) for name, x in zip(targets, results) if where == "new"
+    ]
+    facts = {"length_of": ("x", 0), "written": written, "varying": op._varying}
+    return known_calls.Call(op, given, new, results[0].device, direction(inverse), **facts)
 
 
 def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:

@@ -23,7 +23,13 @@ def served(monkeypatch):
     from cuteforge import known_calls
 
     known_calls.forget()
-    counts, run = [], known_calls.Call.run
-    monkeypatch.setattr(known_calls.Call, "run", lambda call, *args: counts.append(1) or run(call, *args))
+    counts, serve = [], known_calls.serve
+
+    def counted(*args):
+        results = serve(*args)
+        counts.extend([1] * (results is not None))
+        return results
+
+    monkeypatch.setattr(known_calls, "serve", counted)
     yield counts
     known_calls.forget()

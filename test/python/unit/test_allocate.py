@@ -1,43 +1,41 @@
-"""Memory of the same kinds again and again: new each time, contiguous, of the shapes and dtypes that were asked for."""
+"""Memory of kinds that are known: new each time, of the shape, strides and dtype that were asked for, on the device, whichever is current."""
 
 import pytest
 import torch
 
-from cuteforge.runtime.allocate import allocations
+from cuteforge.runtime.allocate import current_device, ways_to_empty
 
-KINDS = [((2, 1, 4, 8), torch.bfloat16), ((5,), torch.uint8), ((2, 0, 3), torch.float32)]
-
-
-BY_LENGTH = [((4, 8), torch.bfloat16), ((0,), torch.float16), ((), torch.int32)]
-
-
-def check(device):
-    make = allocations(KINDS, device)
-    check_kinds(KINDS, make([]), make([]), device)
-    make, given = allocations(KINDS, device, BY_LENGTH), [torch.zeros(7, 2, device=device)]
-    for length in (0, 1, 6):
-        kinds = [((length, *rest), dtype) for rest, dtype in BY_LENGTH]
-        check_kinds(kinds + KINDS, make(given, length), make(given, length), device)
-    assert [len(x) for x in make(given)[:3]] == [7, 7, 7]
+KINDS = [
+    ((2, 1, 4, 8), (32, 32, 8, 1), torch.bfloat16),
+    ((5,), (1,), torch.uint8),
+    ((2, 0, 3), (3, 3, 1), torch.float32),
+    ((3, 4), (8, 1), torch.int32),
+]
 
 
-def check_kinds(kinds, first, second, device):
-    for (shape, dtype), x, y in zip(kinds, first, second, strict=True):
-        assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device == device
+def check(empty, device):
+    for shape, strides, dtype in KINDS:
+        x, y = empty(shape, strides, dtype), empty(shape, strides, dtype)
+        assert x.shape == shape and x.stride() == strides and x.dtype == dtype and x.device == device
         assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 
 
 def test_on_the_cpu():
-    check(torch.device("cpu"))
+    for empty in ways_to_empty(torch.device("cpu")):
+        check(empty, torch.device("cpu"))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(device):
-    check(device)
+    assert current_device() == torch.cuda.current_device()
+    for empty in ways_to_empty(device):
+        check(empty, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_on_a_gpu_that_is_not_the_current_one():
+    other = torch.device("cuda", 1)
     with torch.cuda.device(0):
-        check(torch.device("cuda", 1))
+        assert current_device() == 0
+        check(ways_to_empty(other)[1], other)

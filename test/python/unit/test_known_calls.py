@@ -7,7 +7,7 @@ import torch
 
 from cuteforge import known_calls
 from cuteforge.gqa.op import Arrangement
-from cuteforge.known_calls import Call
+from cuteforge.known_calls import Call, Result
 from cuteforge.tensor_spec import Operand, Signature
 
 NAMES = ("q", "k", "v", "out", "mask")
@@ -30,8 +30,11 @@ def raw_stream(monkeypatch):
     monkeypatch.setattr("cuteforge.api_base.raw_stream", lambda device: 77)
 
 
+CPU = torch.device("cpu")
+
+
 def op_of(entry, names=NAMES, arrange=None):
-    compiled = types.SimpleNamespace(kernel=types.SimpleNamespace(entry=entry), scalars={0: (132, 0)})
+    compiled = types.SimpleNamespace(kernel=types.SimpleNamespace(entry=entry), scalars={CPU.index: (132, 0)})
     signature = Signature(*(Operand(name, "", ("float32",)) for name in names))
     return types.SimpleNamespace(signature=signature, _arrange=arrange, _compiled=compiled)
 
@@ -40,9 +43,11 @@ def tensors(keys=6):
     return torch.zeros(2, 1, 4, 8), torch.zeros(2, keys, 2, 8), torch.zeros(2, keys, 2, 8)
 
 
-def call_of(entry, **options):
-    names = ("q", "k", "v", "out")
-    return Call(op_of(entry, names), names, 0, (0.5,), lambda given: [torch.empty_like(given[0])], **options)
+OUT = Result("out", (2, 1, 4, 8), torch.float32)
+
+
+def call_of(entry, **facts):
+    return Call(op_of(entry, ("q", "k", "v", "out")), ("q", "k", "v"), [OUT], CPU, (0.5,), **facts)
 
 
 def test_the_entry_gets_operands_scalars_and_the_stream(raw_stream):
@@ -57,22 +62,38 @@ def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes(raw_stream)
     entry, (q, k, v) = Entry(), tensors()
     mask = torch.ones(2, 6, dtype=torch.bool)
     op = op_of(entry, NAMES, Arrangement(NAMES))
-    (out,) = Call(op, ("q", "k", "v", "mask", "out"), 0, (), lambda given: [torch.empty_like(given[0])]).run(
-        (q, k, v, mask)
-    )
+    (out,) = Call(op, ("q", "k", "v", "mask"), [OUT], CPU).run((q, k, v, mask))
     ((*operands, num_sms, waves, stream),) = entry.calls
     assert len(operands) == 15 and (num_sms, waves, stream) == (132, 0, 77)
     assert operands[:5] == [q, k, v, out, None] and operands[6:] == [None] * 9
     assert operands[5].dtype == torch.uint8 and operands[5].data_ptr() == mask.data_ptr()
 
 
+SHAPES = [(2, 1, 4, 8), (2, None, 4, 8), (4, None), (None, 3), (None, 0, 2), (None,), (5,), ()]
+
+
+@pytest.mark.parametrize("length", [0, 1, 6])
+def test_results_are_contiguous_and_new(length, raw_stream):
+    """As torch lays them out, at every length; but for the strides of what has no elements."""
+    names = [f"out_{i}" for i in range(len(SHAPES))]
+    results = [Result(name, shape, torch.int32) for name, shape in zip(names, SHAPES)]
+    by_tensor = Call(op_of(Entry(), ("q", *names)), ("q",), results, CPU, length_of=("q", 1))
+    by_caller = Call(op_of(Entry(), ("q", *names)), ("q",), results, CPU)
+    given = (torch.zeros(2, length, 3),)
+    first, second, third = by_tensor.run(given), by_tensor.run(given), by_caller.run(given, length)
+    for shape, x, y, z in zip(SHAPES, first, second, third, strict=True):
+        want = torch.empty([length if n is None else n for n in shape], dtype=torch.int32)
+        for got in (x, y, z):
+            assert got.shape == want.shape and got.dtype == want.dtype
+            assert got.stride() == want.stride() or not got.numel()
+        assert not x.numel() or len({t.data_ptr() for t in (x, y, z)}) == 3
+
+
 def test_what_may_be_in_place_and_is_not_given_is_where_it_may_be(raw_stream):
     entry, (q, *_) = Entry(), tensors()
-    op = op_of(entry, ("q", "out"))
-    op.signature = Signature(
-        Operand("q", "", ("float32",)), Operand("out", "", ("float32",), role="out", in_place_of="q")
-    )
-    assert Call(op, ("q",), 0, (), None, written=("q",)).run((q,)) == ()
+    op, floats = op_of(entry, ("q", "out")), ("float32",)
+    op.signature = Signature(Operand("q", "", floats), Operand("out", "", floats, role="out", in_place_of="q"))
+    assert Call(op, ("q",), [], CPU, written=("q",)).run((q,)) == ()
     ((x, out, *_),) = entry.calls
     assert x is q and out is q and q._version == 1
 
@@ -156,9 +177,9 @@ def test_an_option_that_cannot_be_hashed_is_no_key():
     assert known_calls.serve(key, tensors()) is None
 
 
-def test_sizes_are_handed_to_who_allocates(raw_stream):
-    entry, names = Entry(), ("q", "out")
-    call = Call(op_of(entry, names), names, 0, (), lambda given, rows: [torch.empty(rows, 8)])
+def test_a_length_is_handed_to_who_allocates(raw_stream):
+    entry = Entry()
+    call = Call(op_of(entry, ("q", "out")), ("q",), [Result("out", (None, 8), torch.float32)], CPU)
     known_calls.keep(KEY, tensors()[:1], lambda: call)
     (out,) = known_calls.serve(KEY, tensors()[:1], 5)
     assert out.shape == (5, 8) and entry.calls[0][1] is out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,6 @@ from cuteforge.api_base import TupleDict
 from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import dense, run_op
-from cuteforge.runtime.allocate import allocations
 from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
@@ -188,24 +187,30 @@ def _key_of(name: str, *config: Any) -> tuple:
 
 
 def _forward_call(op: CSACompressorForward, out: torch.Tensor) -> known_calls.Call:
-    return _call_of(op, allocations([], out.device, [(tuple(out.shape[1:]), out.dtype)]), out.get_device())
+    return _call_of(op, [known_calls.Result("out", (None, out.shape[1]), out.dtype)], out.device)
 
 
 def _backward_call(op: CSACompressorBackward, grads: Gradients) -> known_calls.Call:
     *by_token, grad_ape = grads
-    device = grad_ape.get_device()
-    kinds = [(tuple(grad_ape.shape), grad_ape.dtype), ((op.workspace_bytes_on(device),), torch.uint8)]
-    by_length = [(tuple(x.shape[1:]), x.dtype) for x in by_token]
-    return _call_of(op, allocations(kinds, grad_ape.device, by_length), device)
+    results = [
+        *(
+            known_calls.Result(name, (None, x.shape[1]), x.dtype)
+            for name, x in zip(("grad_kv", "grad_score"), by_token)
+        ),
+        known_calls.Result("grad_ape", tuple(grad_ape.shape), grad_ape.dtype),
+        known_calls.Result("workspace", (op.workspace_bytes_on(grad_ape.get_device()),), torch.uint8),
+    ]
+    return _call_of(op, results, grad_ape.device, length_of=("kv", 0))
 
 
-def _call_of(op: Any, allocate: Callable[..., list[torch.Tensor]], device: int) -> known_calls.Call:
-    """The call that `op` has just served, whose first operands were given and whose last ones `allocate` makes."""
+def _call_of(op: Any, results: list[known_calls.Result], device: torch.device, **facts: Any) -> known_calls.Call:
+    """The call that `op` has just served; what is no result was given."""
+    given = op.signature.names[: -len(results)]
 
     def has_a_block(tensors: Sequence[Any]) -> bool:
         return tensors[0].size(0) >= op.ratio
 
-    return known_calls.Call(op, op.signature.names, device, (), allocate, agrees=has_a_block, varying=op._varying)
+    return known_calls.Call(op, given, results, device, agrees=has_a_block, varying=op._varying, **facts)
 
 
 # What `run_op` calls.

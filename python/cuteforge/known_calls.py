@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -80,13 +81,13 @@ def _written_out(
     For rotary of q and k::
 
         def run(tensors, length=None):
-            x, k, cos, sin, positions, = tensors
+            (x, k, cos, sin, positions, ) = tensors
             length = x.size(0)
             empty = here if current_device() == device else elsewhere
-            out = empty((length, out_1, out_2,), (out_step_0, out_step_1, out_step_2,), out_dtype)
-            k_out = empty((length, k_out_1, k_out_2,), (k_out_step_0, k_out_step_1, k_out_step_2,), k_out_dtype)
+            out = empty((length, out_1, out_2, ), (out_step_0, out_step_1, out_step_2, ), out_dtype)
+            k_out = empty((length, k_out_1, k_out_2, ), (k_out_step_0, k_out_step_1, k_out_step_2, ), k_out_dtype)
             entry(x, out, k, k_out, cos, sin, positions, scalar_0, raw_stream(device))
-            return (out, k_out,)
+            return (out, k_out, )
     """
     here, elsewhere = ways_to_empty(device)
     scalars = {f"scalar_{i}": x for i, x in enumerate((*op._compiled.scalars[device.index], *call_scalars))}
@@ -94,7 +95,7 @@ def _written_out(
         "entry": op._compiled.kernel.entry, "raw_stream": api_base.raw_stream, "device": device.index, "current_device": current_device,
         "here": here, "elsewhere": elsewhere, "increment_version": increment_version, "uint8": torch.uint8, **scalars,
     }  # fmt: skip
-    lines = ["def run(tensors, length=None):", f"{', '.join(given)}, = tensors"]
+    lines = ["def run(tensors, length=None):", f"{_tuple(given)} = tensors"]
     if length_of is not None:
         lines.append("length = {}.size({})".format(*length_of))
     if results:
@@ -108,27 +109,28 @@ def _written_out(
     operands = ["mask.view(uint8)" if name == "mask" else name for name in operands]
     lines.append(f"entry({', '.join((*operands, *scalars))}, raw_stream(device))")
     if written:
-        lines.append(f"increment_version(({', '.join(written)},))")
-    lines.append(f"return ({''.join(f'{result.name}, ' for result in results)})")
+        lines.append(f"increment_version({_tuple(written)})")
+    lines.append(f"return {_tuple(result.name for result in results)}")
     exec(_code("\n    ".join(lines)), names)
     return names["run"]
 
 
 def _allocation(result: Result) -> tuple[str, dict[str, Any]]:
     """The line that allocates a result, and the values of the names in it: the text is the same for all sizes, and compiled once."""
-    name, sizes, steps, step, grows = result.name, [], [], 1, ""
-    numbers: dict[str, Any] = {f"{name}_dtype": result.dtype}
-    for dim, extent in reversed(list(enumerate(result.shape))):
-        numbers[f"{name}_step_{dim}"] = step
-        steps.insert(0, f"{name}_step_{dim}{grows}, ")
-        if extent is None:
-            sizes.insert(0, "length, ")
-            grows = " * length"
-        else:
-            sizes.insert(0, f"{name}_{dim}, ")
-            numbers[f"{name}_{dim}"] = extent
-            step *= max(extent, 1)
-    return f"{name} = empty(({''.join(sizes)}), ({''.join(steps)}), {name}_dtype)", numbers
+    name, shape = result.name, result.shape
+    sizes, steps, numbers = [], [], {f"{name}_dtype": result.dtype}
+    for dim, extent in enumerate(shape):
+        later = shape[dim + 1 :]
+        numbers[f"{name}_{dim}"] = extent
+        numbers[f"{name}_step_{dim}"] = math.prod(max(n, 1) for n in later if n is not None)
+        sizes.append("length" if extent is None else f"{name}_{dim}")
+        steps.append(f"{name}_step_{dim} * length" if None in later else f"{name}_step_{dim}")
+    return f"{name} = empty({_tuple(sizes)}, {_tuple(steps)}, {name}_dtype)", numbers
+
+
+def _tuple(terms: Iterable[str]) -> str:
+    """Their source."""
+    return f"({''.join(f'{term}, ' for term in terms)})"
 
 
 @functools.lru_cache

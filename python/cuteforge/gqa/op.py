@@ -271,21 +271,19 @@ class AttentionOp(APIBase):
 
 
 class Arrangement:
-    """The operands of a call -> what the compiled entry takes, None for those that the op does not have.
+    """The operands of a call -> what the compiled entry takes: None for those that the op does not have, bytes for a mask.
 
     Attributes:
         places: for each operand of the entry its place among those of the op; their number for None.
-        pick: the operands and a None -> those of the entry, but for a mask, which it takes as bytes.
-        has_mask: whether there is one.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         absent = len(names)
         self.places = [next((names.index(n) for n in choices if n in names), absent) for choices in _ENTRY]
-        self.pick, self.has_mask = itemgetter(*self.places), "mask" in names
+        self._pick, self._has_mask = itemgetter(*self.places), "mask" in names
 
     def __call__(self, operands: tuple) -> tuple:
-        arranged = self.pick((*operands, None))
-        if self.has_mask:
+        arranged = self._pick((*operands, None))
+        if self._has_mask:
             arranged = (*arranged[:5], arranged[5].view(torch.uint8), *arranged[6:])
         return arranged

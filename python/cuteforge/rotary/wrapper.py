@@ -193,7 +193,7 @@ def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inv
         where = _where(sources, targets)
         freqs_cis, *by_position = table
         angles = by_position if freqs_cis is None else (x for x in table if x is not None)
-        known_as = "rotary", where, freqs_cis is None, interleaved, inverse
+        known_as = "rotary", len(sources), where, freqs_cis is None, interleaved, inverse
         given = (*sources, *targets, *angles) if where == "given" else (*sources, *angles)
         results = known_calls.serve(known_as, given)
         if results is not None:

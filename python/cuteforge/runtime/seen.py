@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -33,7 +34,11 @@ class Seen:
         self._misses = 0
 
     def find(self, tensors: Sequence[Any]) -> Any:
-        """What was kept about tensors just like these, or None. Takes anything for a tensor."""
+        """What was kept about tensors just like these, or None. Takes anything for a tensor, and as many as were kept.
+
+        Raises:
+            TypeError: there are more of them, or fewer.
+        """
         for is_alike, finding in self.findings:
             if is_alike(*tensors):
                 return finding
@@ -79,16 +84,17 @@ def _guard_of(tensors: Sequence[Any], varying: Sequence[int | None]) -> Callable
     if len(distinct) == len(tensors):
         return is_alike
     # a guard takes no tensor twice: keys that were the values as well have to be so again
-    repeats = [(i, first) for i, first in enumerate(firsts) if i != first]
-    pick = itemgetter(*distinct) if len(distinct) > 1 else lambda others: (others[0],)
+    names = [f"x{i}" for i in range(len(tensors))]
+    repeats = [f"x{i} is x{first}" for i, first in enumerate(firsts) if i != first]
+    once = [names[i] for i in distinct]
+    condition = " and ".join((*repeats, f"is_alike({', '.join(once)})"))
+    return eval(_code(f"lambda {', '.join(names)}: {condition}"), {"is_alike": is_alike})
 
-    def are_alike(*others: Any) -> bool:
-        for i, first in repeats:
-            if others[i] is not others[first]:
-                return False
-        return is_alike(*pick(others))
 
-    return are_alike
+@functools.lru_cache
+def _code(source: str) -> CodeType:
+    """A loop over the repeats would take as long as the guard."""
+    return compile(source, "<tensors alike>", "eval")
 
 
 def _without_grad_mode(is_alike: Callable[..., bool]) -> Callable[..., bool]:

@@ -96,6 +96,20 @@ def test_tensors_that_require_grad_are_found_without_grad_mode_only():
     assert seen.find((leaf,)) is None
 
 
+@pytest.mark.parametrize("places", ["aa", "aba", "abab", "abbcab"])
+def test_tensors_that_are_given_twice_have_to_be_so_again(places):
+    seen, letters = Seen(), sorted(set(places))
+
+    def draw():
+        return {letter: torch.zeros(2, 3) for letter in letters}
+
+    first, other = draw(), draw()
+    seen.keep([first[letter] for letter in places], "finding")
+    assert seen.find([other[letter] for letter in places]) == "finding"
+    assert seen.find([torch.zeros(2, 3) for _ in places]) is None
+    assert seen.find([other[letter] for letter in places[:-1]] + [None]) is None
+
+
 ROWS = torch.zeros(8, 3, 4)
 
 

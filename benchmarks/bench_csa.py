@@ -187,6 +187,15 @@ def wrapper_call(problem: Problem, direction: str) -> Callable[[], object]:
     return functools.partial(wrapper, *problem.inputs, problem.grad_out, **problem.config)
 
 
+def policy_call(problem: Problem) -> Callable[[], object]:
+    """The entry that chooses a backend; it has no backward of its own."""
+    import cuteforge
+
+    *tensors, cu_seqlens_comp = problem.inputs
+    options = {"cu_seqlens_comp": cu_seqlens_comp, "total_comp": problem.shape.num_rows, **problem.config}
+    return functools.partial(cuteforge.compress, *tensors, **options)
+
+
 class Oracle:
     """fp64 results of a problem and the error each result may have: 2 x (fp32 eager's error + one ulp of the largest).
 
@@ -292,6 +301,8 @@ def host_rows(run: Run) -> Iterator[Row]:
         gated = gated_candidates(problem, direction, run.peer)
         ours = Ours.build(problem, direction)
         calls = {"bound": gated.pop("ours"), "execute": ours.execute(), "wrapper": wrapper_call(problem, direction)}
+        if direction == "fwd":
+            calls["policy"] = policy_call(problem)
         yield from runner.host_rows(calls, direction, gated)
 
 

@@ -105,6 +105,12 @@ class Problem:
 
         return functools.partial(cuteforge.rotary_qk_wrapper, self.q, self.k, **self.lookup)
 
+    def policy(self) -> Callable[[], object]:
+        """The entry that chooses a backend, of one tensor."""
+        import cuteforge
+
+        return functools.partial(cuteforge.apply_rotary_emb, self.q, **self.lookup)
+
     def copy(self) -> Callable[[], object]:
         """torch's copy of as many bytes."""
         import torch
@@ -183,7 +189,8 @@ def host_rows(run: Run) -> Iterator[Row]:
     if run.wants("host rotate"):
         problem = Problem(HOST)
         gated = gated_candidates(problem, run.peer)
-        calls = {"bound": gated.pop("ours"), "execute": problem.execute(), "wrapper": problem.wrapper()}
+        entries = {"execute": problem.execute(), "wrapper": problem.wrapper(), "policy": problem.policy()}
+        calls = {"bound": gated.pop("ours"), **entries}
         yield from runner.host_rows(calls, "rotate", gated)
 
 

@@ -8,12 +8,15 @@ import torch
 from torch._dynamo import assume_constant_result
 from torch.compiler import is_dynamo_compiling
 
+from cuteforge import known_calls
 from cuteforge.backends import registry
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.backends.selection import Candidate, Decision, Policy, constants, derivative_of, dtype_named
 from cuteforge.errors import ContractError
 from cuteforge.rotary import RotaryEmbedding, reference, rotary_wrapper
-from cuteforge.rotary.wrapper import Angles, angles_of, check_heads
+from cuteforge.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
+from cuteforge.runtime import env
+from cuteforge.torch_library import is_traced
 
 # By the number of tensors.
 _NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
@@ -61,10 +64,21 @@ def apply_rotary_emb(
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
     """
-    angles = _angles(x, freqs_cis, cos, sin, positions)
+    table, known_as = (freqs_cis, cos, sin, positions), None
+    given = (x, *[tensor for tensor in table if tensor is not None])
+    if not is_dynamo_compiling():
+        known_as = "apply_rotary_emb", interleaved, inverse, backend, env.backend(), *map(type, table)
+        results = known_calls.serve(known_as, given)
+        if results is not None:
+            return results[0]
+    angles = _angles(x, *table)
     request = _facts(x, angles)
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
-    return chosen.run(x, angles, interleaved, inverse)
+    result = chosen.run(x, angles, interleaved, inverse)
+    # angles of another form are new tensors at each call
+    if chosen.name == "cuda" and all(a is b for a, b in zip(angles, given[1:])) and not is_traced(x):
+        known_calls.keep(known_as, given, known_rotation, x, angles, interleaved, inverse)
+    return result
 
 
 def explain_rotary_emb(

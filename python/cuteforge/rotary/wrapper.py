@@ -193,7 +193,7 @@ def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inv
         where = _where(sources, targets)
         freqs_cis, *by_position = table
         angles = by_position if freqs_cis is None else (x for x in table if x is not None)
-        known_as = "rotary", len(sources), where, freqs_cis is None, interleaved, inverse
+        known_as = _key_of(len(sources), where, freqs_cis is None, interleaved, inverse)
         given = (*sources, *targets, *angles) if where == "given" else (*sources, *angles)
         results = known_calls.serve(known_as, given)
         if results is not None:
@@ -203,6 +203,16 @@ def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inv
     angles = angles_of(*table)
     with _NO_CONTEXT if stream is None else explicit_stream(stream, sources[0].device):
         return _rotate_unknown(sources, targets, angles, interleaved, inverse, stream, known_as)
+
+
+def _key_of(*call: Any) -> tuple:
+    """Of a call in `known_calls`: how many tensors, where the results go, whether there are positions, which pairs, which way."""
+    return ("rotary", *call)
+
+
+def known_rotation(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: bool) -> known_calls.Call | None:
+    """What `rotary_wrapper` has remembered of a call with these arguments and no others."""
+    return known_calls.find(_key_of(1, "new", len(angles) > 1, interleaved, inverse), (x, *angles))
 
 
 def _where(sources: Heads, targets: tuple) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuteforge import ContractError, csa_compressor_backward_wrapper, csa_compressor_forward_wrapper
+from cuteforge import ContractError, compress, csa_compressor_backward_wrapper, csa_compressor_forward_wrapper
 from helpers.calls import check_equal, copied, fresh
 
 BF16, RATIO, COFF, D = torch.bfloat16, 4, 2, 64
@@ -116,3 +116,19 @@ def test_atomics_are_asked_about_at_every_call(device, served):
     finally:
         torch.use_deterministic_algorithms(False)
     assert not served
+
+
+def test_the_policy_serves_known_calls(device, served):
+    for lengths in LENGTHS:
+        (*tensors, cu_seqlens_comp), rows = inputs(device, *lengths)
+        options = {"ratio": RATIO, "coff": COFF, "cu_seqlens_comp": cu_seqlens_comp}
+        got = compress(*tensors, **options, total_comp=rows).clone()
+        for _ in range(2):
+            assert torch.equal(compress(*tensors, **options, total_comp=rows), got)
+        before = len(served)
+        # neither the number of rows nor their offsets are given
+        assert torch.equal(compress(*tensors, **options), got) and torch.equal(compress(*tensors, ratio=RATIO), got)
+        assert torch.equal(got, fresh(forward, (*tensors, cu_seqlens_comp), rows)["out"])
+        eager = compress(*tensors, **options, total_comp=rows, backend="torch_native")
+        torch.testing.assert_close(eager, got, atol=1e-2, rtol=1e-2)
+    assert before == 2 * len(LENGTHS)

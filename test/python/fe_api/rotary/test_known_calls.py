@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuteforge import ContractError, rotary_qk_wrapper, rotary_table, rotary_wrapper
+from cuteforge import ContractError, apply_rotary_emb, rotary_qk_wrapper, rotary_table, rotary_wrapper
 from helpers.calls import check_equal, copied, fresh
 from helpers.torch_ops import OpLog
 
@@ -175,3 +175,40 @@ def test_streams_and_graphs(device, served):
     graph.replay()
     check_equal(captured, want)
     assert len(served) == 2
+
+
+@tables
+def test_the_policy_serves_known_calls(table, device, served, monkeypatch):
+    calls = [(heads(device, tokens, 4), TABLES[table](device, tokens)) for tokens in (5, 6, 300)]
+    got = [apply_rotary_emb(x, **rest).clone() for x, rest in calls]
+    assert len(served) == 2
+    for (x, rest), result in zip(calls, got):
+        assert torch.equal(result, fresh(rotary_wrapper, x, **rest)["out"])
+        for _ in range(3):
+            assert torch.equal(apply_rotary_emb(x, **rest), result)
+    before, eager = len(served), apply_rotary_emb(x, **rest, backend="torch_native")
+    monkeypatch.setenv("CUTEFORGE_BACKEND", "torch_native")
+    assert torch.equal(apply_rotary_emb(x, **rest), eager) and len(served) == before
+
+
+def test_the_policy_with_angles_of_another_form(device, served):
+    """Complex numbers, and one row of angles for all of a batch: the tensors of the launch are new at each call."""
+    x, rest = heads(device, 2, 5, 4), by_token(device, 5)
+    want = fresh(rotary_wrapper, x, rest["freqs_cis"].expand(2, 5, D // 2, 2).contiguous())["out"]
+    for freqs_cis in (rest["freqs_cis"], torch.view_as_complex(rest["freqs_cis"])):
+        for _ in range(3):
+            assert torch.equal(apply_rotary_emb(x, freqs_cis), want)
+    with pytest.raises(ContractError, match="^freqs_cis: wanted either"):
+        apply_rotary_emb(x, **rest, **lookup(device, 2, 5))
+
+
+def test_the_policy_records_a_graph_after_calls_without_one(device, served):
+    x, rest = heads(device, 5, 4), lookup(device, 5)
+    for _ in range(3):
+        want = apply_rotary_emb(x, **rest).clone()
+    assert len(served) == 2
+    out = apply_rotary_emb(x.clone().requires_grad_(), **rest)
+    assert out.requires_grad and torch.equal(out.detach(), want)
+    with OpLog() as log:
+        apply_rotary_emb(x, **rest)
+    assert [op.name() for op in log.seen] == ["cuteforge::rotary"] and len(served) == 2

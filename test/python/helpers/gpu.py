@@ -27,6 +27,25 @@ def moved(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.cpu().to(torch.device("cuda", index))
 
 
+def check_while_behind(
+    stream: torch.cuda.Stream, launch: Callable[[], None], check_untouched: Callable[[], None]
+) -> None:
+    """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over.
+
+    The code of the kernel has to be there already. That of the check is brought here: torch loads a kernel at its first launch, which may wait for
+    all of the GPU, the sleep too.
+    """
+    check_untouched()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+    launch()
+    torch.cuda.default_stream().synchronize()
+    check_untouched()
+    assert not stream.query(), "the sleep was too short to show anything"
+    stream.synchronize()
+
+
 def captured(call: Callable[[], _Results], device) -> _Results:
     """The results of one replay. One launch of torch's own keeps the graph from being empty, which torch warns about."""
     graph, filler = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)

@@ -8,7 +8,7 @@ import torch
 from cuteforge import ContractError
 from helpers import attention as attn
 from helpers import process
-from helpers.gpu import SLEEP_CYCLES, count_launches
+from helpers.gpu import SLEEP_CYCLES, check_while_behind, count_launches
 
 # How a call is made: keys long enough that decode splits them.
 HOWS = ("decode", "prefill", "packed")
@@ -199,15 +199,7 @@ def load_code(how, device):
 
 
 def behind(call, launch, stream):
-    """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-    launch()
-    torch.cuda.default_stream().synchronize()
-    call.check_untouched()
-    assert not stream.query(), "the sleep was too short to show anything"
-    stream.synchronize()
+    check_while_behind(stream, launch, call.check_untouched)
     call.check_memory()
 
 

@@ -14,7 +14,7 @@ from cuteforge import (
 )
 from helpers import budget, csa, process
 from helpers.canary import Canary
-from helpers.gpu import SLEEP_CYCLES
+from helpers.gpu import SLEEP_CYCLES, check_while_behind
 from helpers.packs import Pack, offsets
 
 ROOM = Pack((64,), 4, extra_tokens=192, extra_rows=48)
@@ -175,31 +175,26 @@ def test_explicit_stream_with_inputs_freed_at_once(device):
         del thieves
 
 
+def loaded_op(device):
+    """A forward whose code is there: loading it at its first launch may take longer than a sleep. With its inputs and where it writes."""
+    x = csa.small(csa.CSA, device)
+    csa.run_forward(x)
+    out = Canary.like(x.grad_out)
+    return CSACompressorForward(*x.tensors, out.tensor, **x.config).compile(), x, out
+
+
 @pytest.mark.parametrize("as_handle", [False, True], ids=["torch_stream", "raw_handle"])
 def test_explicit_stream_is_where_the_launch_goes(as_handle, device):
-    """The side stream is behind a long sleep, so right after the call nothing may have been written."""
-    x = csa.small(csa.CSA, device)
-    out = Canary.like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLEEP_CYCLES)
-    op.execute(*x.tensors, out.tensor, stream=side.cuda_stream if as_handle else side)
-    torch.cuda.current_stream().synchronize()
-    out.check_untouched()
-    assert not side.query(), "the sleep was too short to show anything"
-    side.synchronize()
+    (op, x, out), side = loaded_op(device), torch.cuda.Stream()
+    stream = side.cuda_stream if as_handle else side
+    check_while_behind(side, lambda: op.execute(*x.tensors, out.tensor, stream=stream), out.check_untouched)
     out.check("out")
     csa.check_forward(out.tensor, x)
 
 
 def test_handle_zero_is_the_default_stream(device):
     """Not the current one: it runs although the current stream is behind a sleep."""
-    x = csa.small(csa.CSA, device)
-    out = Canary.like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
-    side = torch.cuda.Stream()
+    (op, x, out), side = loaded_op(device), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -213,19 +208,15 @@ def test_handle_zero_is_the_default_stream(device):
 
 
 def test_no_stream_means_the_current_one(device):
-    x = csa.small(csa.CSA, device)
-    out = Canary.like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
+    (op, x, out), side = loaded_op(device), torch.cuda.Stream()
     bound = op.bind(*x.tensors, out.tensor)
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        op.execute(*x.tensors, out.tensor)
-        bound()
-    torch.cuda.default_stream().synchronize()
-    out.check_untouched()
-    side.synchronize()
+
+    def launch():
+        with torch.cuda.stream(side):
+            op.execute(*x.tensors, out.tensor)
+            bound()
+
+    check_while_behind(side, launch, out.check_untouched)
     csa.check_forward(out.tensor, x)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from cuteforge import ContractError
 from helpers import paged, process
-from helpers.gpu import SLEEP_CYCLES
+from helpers.gpu import SLEEP_CYCLES, check_while_behind
 from helpers.paged import CAUSAL, MAIN, Batch
 
 WIDTH = 64  # columns of the table
@@ -194,15 +194,7 @@ def load_code(kind, device):
 
 
 def behind(prepared, launch, stream):
-    """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-    launch()
-    torch.cuda.default_stream().synchronize()
-    prepared.outputs.check_untouched()
-    assert not stream.query(), "the sleep was too short to show anything"
-    stream.synchronize()
+    check_while_behind(stream, launch, prepared.outputs.check_untouched)
     prepared.outputs.check()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from cuteforge import ContractError, rotary_qk_wrapper
 from helpers import budget, process, rotary
-from helpers.gpu import SLEEP_CYCLES
+from helpers.gpu import SLEEP_CYCLES, check_while_behind
 
 LAYOUT = rotary.TWO_PACKED
 
@@ -144,23 +144,25 @@ def test_explicit_stream_with_inputs_freed_at_once(device):
         del thieves
 
 
+def load_code(x):
+    """Loading a kernel at its first launch may take longer than the sleep."""
+    execute, _ = prepared("execute", rotary.arrange(x, LAYOUT))
+    execute()
+
+
 def behind(memory, launch, stream):
-    """`launch()` while `stream` is behind a long sleep: nothing may be written until that is over."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-    launch()
-    torch.cuda.default_stream().synchronize()
-    for name in memory.outputs:
-        memory.guards[name].check_untouched(name)
-    assert not stream.query(), "the sleep was too short to show anything"
-    stream.synchronize()
+    def check_untouched():
+        for name in memory.outputs:
+            memory.guards[name].check_untouched(name)
+
+    check_while_behind(stream, launch, check_untouched)
     memory.check()
 
 
 @pytest.mark.parametrize("as_handle", [False, True], ids=["torch_stream", "raw_handle"])
 def test_explicit_stream_is_where_the_launch_goes(as_handle, device):
     x = rotary.draw(rotary.HALVES, LAYOUT, device)
+    load_code(x)
     memory = rotary.arrange(x, LAYOUT)
     op, side = rotary.compiled(memory.inputs, memory.outputs), torch.cuda.Stream()
     stream = side.cuda_stream if as_handle else side
@@ -170,6 +172,7 @@ def test_explicit_stream_is_where_the_launch_goes(as_handle, device):
 
 def test_no_stream_means_the_current_one(device):
     x = rotary.draw(rotary.HALVES, LAYOUT, device)
+    load_code(x)
     memory = rotary.arrange(x, LAYOUT)
     bound, _ = prepared("bind", memory)
     execute, _ = prepared("execute", memory)
@@ -187,6 +190,7 @@ def test_no_stream_means_the_current_one(device):
 def test_handle_zero_is_the_default_stream(device):
     """Not the current one: it runs although the current stream is behind a sleep."""
     x = rotary.draw(rotary.HALVES, LAYOUT, device)
+    load_code(x)
     memory = rotary.arrange(x, LAYOUT)
     op, side = rotary.compiled(memory.inputs, memory.outputs), torch.cuda.Stream()
     torch.cuda.synchronize()

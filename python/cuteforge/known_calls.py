@@ -107,9 +107,10 @@ def _written_out(
     own = [x.name if x.name in (*given, *(r.name for r in results)) else x.in_place_of for x in op.signature.operands]
     operands = own if op._arrange is None else [[*own, "None"][place] for place in op._arrange.places]
     operands = ["mask.view(uint8)" if name == "mask" else name for name in operands]
-    lines.append(f"entry({', '.join((*operands, *scalars))}, raw_stream(device))")
     if written:
+        # before the launch: after it nothing may raise, or the wrapper would launch again
         lines.append(f"increment_version({_tuple(written)})")
+    lines.append(f"entry({', '.join((*operands, *scalars))}, raw_stream(device))")
     lines.append(f"return {_tuple(result.name for result in results)}")
     exec(_code("\n    ".join(lines)), names)
     return names["run"]

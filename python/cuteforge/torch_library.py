@@ -7,7 +7,7 @@ does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ _library = globals().get("_library") or torch.library.Library(_NAMESPACE, "FRAGM
 # Module globals: the launch path of every wrapper asks for them.
 _Tensor = torch.Tensor
 _grad_enabled = torch.is_grad_enabled
+_NO_CONTEXT = nullcontext()
 
 
 def register_op(
@@ -131,12 +132,14 @@ def is_traced(tensor: Any) -> bool:
     )
 
 
-def explicit_stream(stream: Any, device: torch.device) -> AbstractContextManager:
-    """`stream_context` for a stream that a wrapper was asked for.
+def asked_stream(stream: Any, device: torch.device) -> AbstractContextManager:
+    """`stream_context` for the stream that a wrapper was asked for; None leaves torch's current one.
 
     Raises:
-        ContractError: inside a compiled function, whose launches torch.compile puts in order itself.
+        ContractError: a stream inside a compiled function, whose launches torch.compile puts in order itself.
     """
+    if stream is None:
+        return _NO_CONTEXT
     if is_dynamo_compiling():
         raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
     return stream_context(stream, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -25,10 +24,9 @@ from cuteforge.gqa.options import Window, checked_softcap, checked_window
 from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import dense, run_op
 from cuteforge.runtime.arch import resolve_arch
-from cuteforge.torch_library import call_op, explicit_stream, is_traced, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
 
 _Tensor = torch.Tensor
-_NO_CONTEXT = contextlib.nullcontext()
 _CONTIGUOUS = torch.contiguous_format
 # Shapes of q by rank.
 _PACKED_QUERIES = {3: "(T, Hq, D)"}
@@ -196,8 +194,7 @@ def _attend(
     config["window"], config["softcap"] = checked_window(config["window"]), checked_softcap(config["softcap"])
     given = {name: x for name, x in tensors.items() if x is not None}
     refuse_grad(given, given.values(), op.__name__)
-    context = _NO_CONTEXT if stream is None else explicit_stream(stream, tensors["q"].device)
-    with context:
+    with asked_stream(stream, tensors["q"].device):
         if is_traced(inputs[0]):
             results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
         else:

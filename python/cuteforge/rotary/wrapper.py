@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from cuteforge.api_base import TupleDict
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding, direction
-from cuteforge.torch_library import call_op, explicit_stream, needs_op
+from cuteforge.torch_library import asked_stream, call_op, needs_op
 
 # By the number of tensors.
 _OPS = {1: "rotary", 2: "rotary_qk"}
@@ -25,7 +24,6 @@ _ANGLE_NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
-_NO_CONTEXT = nullcontext()
 
 Heads = tuple[torch.Tensor, ...]  # (x,) or (q, k)
 Angles = tuple[torch.Tensor, ...]  # (freqs_cis,) or (cos, sin, positions)
@@ -201,7 +199,7 @@ def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inv
     for x, name in zip(sources, SOURCE_NAMES[len(sources)]):
         check_heads(x, name)
     angles = angles_of(*table)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, sources[0].device):
+    with asked_stream(stream, sources[0].device):
         return _rotate_unknown(sources, targets, angles, interleaved, inverse, stream, known_as)
 
 
@@ -237,8 +235,8 @@ def _rotate_unknown(
     Args:
         known_as: the key under which the call is to be kept, of `known_calls`.
     """
-    where, is_whole = _where(sources, targets), targets[0] is not None and targets[-1] is not None
-    targets = () if where == "new" else targets if is_whole else tuple(map(_given_or_new, targets, sources))
+    where = _where(sources, targets)
+    targets = () if where == "new" else tuple(map(_given_or_new, targets, sources))
     if needs_op(*sources, *targets, *angles):
         return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
     results = targets or new_results(sources)
@@ -246,7 +244,7 @@ def _rotate_unknown(
     if targets:
         # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
         increment_version(targets)
-    if op is not None and (is_whole or where == "new"):
+    if op is not None:
         others = targets if where == "given" else ()
         known_calls.keep(known_as, (*sources, *others, *angles), _call_of, op, results, where, inverse)
     return results

@@ -103,15 +103,16 @@ class _Compressor(APIBase):
 
     def _check_operands(self, operands: tuple) -> None:
         try:
-            fits = self._agree(operands)
+            # `operands[5]` has a row for each output row
+            fits = self._agree(operands) or operands[5].shape[0] == 0
         except (AttributeError, IndexError):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
 
     def _agree(self, operands: tuple) -> bool:
-        """Whether there are tokens for a row: `operands[5]` has one for each output row."""
-        return operands[0].shape[0] >= self.ratio or operands[5].shape[0] == 0
+        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
+        return operands[0].shape[0] >= self.ratio
 
 
 class CSACompressorForward(_Compressor):

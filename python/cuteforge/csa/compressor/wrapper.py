@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +11,11 @@ from cuteforge.api_base import TupleDict
 from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import dense, run_op
-from cuteforge.torch_library import call_op, explicit_stream, is_traced, needs_op, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
-_NO_CONTEXT = nullcontext()
 _INTS = (int, torch.SymInt)
 _INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
 
@@ -68,7 +65,7 @@ def csa_compressor_forward_wrapper(
         if results is not None:
             return TupleDict(out=results[0])
     check_sizes(kv, head_dim, ratio, coff)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
+    with asked_stream(stream, kv.device):
         return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream, known_as))
 
 
@@ -108,7 +105,7 @@ def csa_compressor_backward_wrapper(
         if results is not None:
             return TupleDict(grad_kv=results[0], grad_score=results[1], grad_ape=results[2])
     check_sizes(kv, head_dim, ratio, coff)
-    with _NO_CONTEXT if stream is None else explicit_stream(stream, kv.device):
+    with asked_stream(stream, kv.device):
         grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, stream, known_as)
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
@@ -211,11 +208,7 @@ def _backward_call(op: CSACompressorBackward, grads: Gradients) -> known_calls.C
 def _call_of(op: Any, results: list[known_calls.Result], device: torch.device, **facts: Any) -> known_calls.Call:
     """The call that `op` has just served; what is no result was given."""
     given = op.signature.names[: -len(results)]
-
-    def has_a_block(tensors: Sequence[Any]) -> bool:
-        return tensors[0].size(0) >= op.ratio
-
-    return known_calls.Call(op, given, results, device, agrees=has_a_block, varying=op._varying, **facts)
+    return known_calls.Call(op, given, results, device, agrees=op._agree, varying=op._varying, **facts)
 
 
 # What `run_op` calls.

@@ -7,10 +7,14 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import flashinfer_rope
 
 CUDNN_SDPA, FLASH_SDPA = "torch cuDNN", "torch FA2"
 
@@ -78,6 +82,7 @@ class FlashinferRope:
     """The rotary kernel of flashinfer that takes q and k in one launch, in place, with a table and positions."""
 
     name = "flashinfer"
+    has_host_time = True
 
     def __init__(self, apply: Callable[..., None]) -> None:
         self._apply = apply
@@ -93,11 +98,15 @@ class FlashinferRope:
         return functools.partial(self._apply, *flat, is_neox=not interleaved)
 
 
-def find_flashinfer_rope() -> tuple[FlashinferRope | None, str]:
-    """The peer and its version, or None and the reason. Never raises for a missing peer. It compiles at its first call."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None, "not installed"
+def find_flashinfer_rope() -> tuple[FlashinferRope | flashinfer_rope.RopeKernels | None, str]:
+    """The peer and its version, or None and the reason. Never raises for a missing peer. The package compiles at its first call; without it
+    the kernels that `flashinfer_rope.py` has built will do."""
     try:
+        if importlib.util.find_spec("flashinfer") is None:
+            if (folder := os.environ.get(flashinfer_rope.ENVIRONMENT)) is None:
+                return None, "not installed"
+            kernels = flashinfer_rope.RopeKernels(pathlib.Path(folder))
+            return kernels, kernels.version
         apply = importlib.import_module("flashinfer").apply_rope_with_cos_sin_cache_inplace
         return FlashinferRope(apply), importlib.metadata.version("flashinfer-python")
     except Exception as error:  # whatever another library's import does here, ours is still measured

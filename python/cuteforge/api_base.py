@@ -11,8 +11,8 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
-from cuteforge.runtime.launch import bound_launch, entry_of, translate_error
-from cuteforge.runtime.seen import Seen
+from cuteforge.runtime.launch import Launch, bound_launch, entry_of, launch_of, translate_error
+from cuteforge.runtime.seen import Seen, Varying
 from cuteforge.runtime.streams import current_stream_query, is_capturing, record_streams, stream_handle
 from cuteforge.tensor_spec import Dims, Signature, TensorSpec
 
@@ -59,7 +59,7 @@ class _Compiled:
         self.arch = arch
         # By device index; a device is in it once it is known to run the code.
         self.scalars: dict[int, tuple[int, ...]] = {}
-        # Operands that it was launched on, with the GPU and the scalars there.
+        # Operands that it was launched on, and the launch of those that are like them.
         self.seen = Seen()
 
 
@@ -82,10 +82,11 @@ class APIBase:
     signature: ClassVar[Signature]
     # The operands -> the tensors, and None for those that an op does not have, as the compiled entry takes them.
     _arrange: Callable[[tuple], tuple] | None = None
-    # Operands of which one dim may have any extent among calls that are alike, with that dim: see `Seen.keep`.
-    _varying: ClassVar[Mapping[str, int]] = {}
-    # Whether such extents go together, as far as the compiled entry does not say.
-    _agree: Callable[[tuple], bool] | None = None
+    # What of an operand may differ among calls that are alike, by its name: see `Seen.keep`.
+    _varying: ClassVar[Mapping[str, Varying]] = {}
+    # Whether extents of the operands `_agreeing` go together, as far as the compiled entry does not say.
+    _agree: Callable[..., bool] | None = None
+    _agreeing: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
@@ -240,30 +241,26 @@ class APIBase:
             call_scalars: run-time scalars of this call, which follow those of the op.
         """
         compiled = self._compiled or self._load_again(operands)
-        for is_alike, target in compiled.seen.findings:
-            if is_alike(*operands) and (self._agree is None or self._agree(operands)):
-                device, scalars = target
+        for is_alike, known in compiled.seen.findings:
+            if is_alike(*operands):
+                launch = known
                 break
         else:
-            device, scalars = self._look_at(compiled, operands)
+            launch = self._look_at(compiled, operands)
             if self._may_be_empty and self._is_empty(operands):
                 return self.check_call(operands)
-        entry = compiled.kernel.entry
-        if not env.launch_is_plain():
-            self._check_on_request(operands)
-            entry = entry_of(compiled.kernel)
-        arrange = self._arrange
-        handle = raw_stream(device) if stream is None else stream_handle(stream, device)
+        if stream is not None or not env.launch_is_plain():
+            launch = self._as_asked(compiled, operands, stream)
         try:
-            entry(*(operands if arrange is None else arrange(operands)), *scalars, *call_scalars, handle)
+            launch(operands, call_scalars)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, operands)
             raise
         if stream is not None:
-            record_streams(operands, stream, device)
+            record_streams(operands, stream, operands[0].get_device())
 
-    def _look_at(self, compiled: _Compiled, operands: tuple) -> tuple[int, tuple[int, ...]]:
-        """Check operands that are like none before, as far as the compiled entry does not: the GPU, and the op's scalars there."""
+    def _look_at(self, compiled: _Compiled, operands: tuple) -> Launch:
+        """Check operands that are like none before, as far as the compiled entry does not: the launch of those that are like them."""
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -279,10 +276,20 @@ class APIBase:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        target = device, scalars
+        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, raw_stream)
         if compiled.seen.is_due() and not self._is_empty(operands):
-            compiled.seen.keep(operands, target, [self._varying.get(name) for name in self.signature.names])
-        return target
+            names = self.signature.names
+            agreeing = [names.index(name) for name in self._agreeing]
+            compiled.seen.keep(operands, launch, [self._varying.get(name) for name in names], self._agree, agreeing)
+        return launch
+
+    def _as_asked(self, compiled: _Compiled, operands: tuple, stream: Any) -> Launch:
+        """The launch on a stream that was asked for, with what environment variables ask for, of operands that were looked at."""
+        if not env.launch_is_plain():
+            self._check_on_request(operands)
+        device = operands[0].get_device()
+        handle = raw_stream(device) if stream is None else stream_handle(stream, device)
+        return launch_of(entry_of(compiled.kernel), device, compiled.scalars[device], self._arrange, lambda _: handle)
 
     def _explain(self, error: Exception, operands: tuple) -> None:
         """Raise the error that names what a compiled entry refused; return when `error` says it best."""

@@ -6,7 +6,6 @@ launches.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -21,10 +20,10 @@ from torch.compiler import is_dynamo_compiling
 from cuteforge import api_base
 from cuteforge.runtime import env
 from cuteforge.runtime.allocate import current_device, ways_to_empty
-from cuteforge.runtime.seen import Seen
+from cuteforge.runtime.seen import Seen, Varying
 
-# By what no tensor says: the op, its options, and which tensors are given. All are forgotten when there are too many: to stamp each look-up with its
-# time, as `LRU` does, takes as long as the look-up.
+# By what no tensor says: the op and its options. All are forgotten when there are too many: to stamp each look-up with its time, as `LRU` does, takes
+# as long as the look-up.
 _seen: dict[Hashable, Seen] = {}
 forget = _seen.clear
 
@@ -42,47 +41,57 @@ class Call:
 
     Args:
         op: compiled, and launched once on such tensors.
-        given: names of operands of the op. One that is neither given nor a result is written over the operand that it may be in place of.
-        results: other operands, which are allocated.
+        given: the operand of the op that each tensor of a call is; None for those that were not given.
+        results: the other operands, which are allocated.
         device: the GPU.
         call_scalars: of the launch, after those of the op.
         length_of: the length of a call, as the name of a tensor that is given and a dim; None where the caller says it.
         written: names of those given that are written, for torch's counts of versions.
-        agrees: whether tensors of varying extents go together, as far as the entry does not say; None if nothing varies, or it says all.
-        varying: of each name of those given that has one, the dim that may vary.
+        returned: names of what a call returns; None for its results.
+        agree: whether extents that vary go together, as far as the entry does not say, of the tensors named `agreeing`.
+        varying: of each name of those given that has one, what may vary, as `Seen.keep` takes it.
 
     Attributes:
-        run: ``run(tensors, length=None)`` launches on the tensors given, and returns the results. Raises what the entry raises.
+        run: ``run(tensors, length=None)`` launches on the tensors of a call, and returns what it returns. Raises what the entry raises.
     """
 
-    __slots__ = ("agrees", "run", "varying")
+    __slots__ = ("_facts", "agree", "agreeing", "run", "varying")
 
     def __init__(
-        self, op: Any, given: Sequence[str], results: Sequence[Result], device: torch.device, call_scalars: tuple = (), *,
-        length_of: tuple[str, int] | None = None, written: Sequence[str] = (), agrees: Callable[[Sequence[Any]], bool] | None = None,
-        varying: Mapping[str, int] = MappingProxyType({}),
+        self, op: Any, given: Sequence[str | None], results: Sequence[Result], device: torch.device, call_scalars: tuple = (), *,
+        length_of: tuple[str, int] | None = None, written: Sequence[str] = (), returned: Sequence[str] | None = None,
+        agree: Callable[..., bool] | None = None, agreeing: Sequence[str] = (), varying: Mapping[str, Varying] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.agrees, self.varying = agrees, [varying.get(name) for name in given]
-        self.run = _written_out(op, given, results, device, call_scalars, length_of, written)
+        returned = [result.name for result in results] if returned is None else returned
+        self.run = _written_out(op, given, results, device, call_scalars, length_of, written, returned)
+        self.agree, self.agreeing = agree, [given.index(name) for name in agreeing]
+        self.varying = [varying.get(name) for name in given]
+        launch = {
+            "op": op,
+            "results": results,
+            "device": device,
+            "call_scalars": call_scalars,
+            "written": written,
+            "returned": returned,
+        }
+        self._facts = {**launch, "length_of": length_of, "agree": agree, "agreeing": agreeing, "varying": varying}
 
-    def with_first_fixed(self) -> Call:
-        """The same for calls whose first tensor is just like that of the earlier one."""
-        call = copy.copy(self)
-        call.varying = [None, *self.varying[1:]]
-        return call
+    def of(self, given: Sequence[str | None], **varying: Varying) -> Call:
+        """The same for calls that are given their tensors in another order, and may vary otherwise in those named."""
+        return Call(**{**self._facts, "given": given, "varying": {**self._facts["varying"], **varying}})
 
 
 def _written_out(
-    op: Any, given: Sequence[str], results: Sequence[Result], device: torch.device, call_scalars: tuple, length_of: tuple[str, int] | None,
-    written: Sequence[str],
+    op: Any, given: Sequence[str | None], results: Sequence[Result], device: torch.device, call_scalars: tuple,
+    length_of: tuple[str, int] | None, written: Sequence[str], returned: Sequence[str],
 ) -> Callable[..., tuple]:  # fmt: skip
     """`Call.run`, written out as code: to look places, kinds and scalars up in lists takes as long as to launch (0.5 us of 1.6).
 
     For rotary of q and k::
 
         def run(tensors, length=None):
-            (x, k, cos, sin, positions, ) = tensors
-            length = x.size(0)
+            (x, k, _, _, _, cos, sin, positions, ) = tensors
+            length = x.shape[0]
             empty = here if current_device() == device else elsewhere
             out = empty((length, out_1, out_2, ), (out_step_0, out_step_1, out_step_2, ), out_dtype)
             k_out = empty((length, k_out_1, k_out_2, ), (k_out_step_0, k_out_step_1, k_out_step_2, ), k_out_dtype)
@@ -95,23 +104,24 @@ def _written_out(
         "entry": op._compiled.kernel.entry, "raw_stream": api_base.raw_stream, "device": device.index, "current_device": current_device,
         "here": here, "elsewhere": elsewhere, "increment_version": increment_version, "uint8": torch.uint8, **scalars,
     }  # fmt: skip
-    lines = ["def run(tensors, length=None):", f"{_tuple(given)} = tensors"]
-    if length_of is not None:
-        lines.append("length = {}.size({})".format(*length_of))
+    lines = ["def run(tensors, length=None):", f"{_tuple(name or '_' for name in given)} = tensors"]
+    if results and length_of is not None:
+        lines.append("length = {}.shape[{}]".format(*length_of))
     if results:
         lines.append("empty = here if current_device() == device else elsewhere")
     for result in results:
         source, numbers = _allocation(result)
         lines.append(source)
         names |= numbers
-    own = [x.name if x.name in (*given, *(r.name for r in results)) else x.in_place_of for x in op.signature.operands]
-    operands = own if op._arrange is None else [[*own, "None"][place] for place in op._arrange.places]
+    operands = op.signature.names
+    if op._arrange is not None:
+        operands = [(*operands, "None")[place] for place in op._arrange.places]
     operands = ["mask.view(uint8)" if name == "mask" else name for name in operands]
     if written:
         # before the launch: after it nothing may raise, or the wrapper would launch again
         lines.append(f"increment_version({_tuple(written)})")
     lines.append(f"entry({', '.join((*operands, *scalars))}, raw_stream(device))")
-    lines.append(f"return {_tuple(result.name for result in results)}")
+    lines.append(f"return {_tuple(returned)}")
     exec(_code("\n    ".join(lines)), names)
     return names["run"]
 
@@ -140,13 +150,14 @@ def _code(source: str) -> CodeType:
 
 
 def serve(key: Hashable, tensors: Sequence[Any], length: int | None = None) -> Sequence[Any] | None:
-    """What a call like an earlier one allocates, after its launch, on tensors that nothing follows.
+    """What a call like an earlier one returns, after its launch, on tensors that nothing follows.
 
     None if there was none, if more than autograd follows the call, or if the entry refuses it: for an address, say. Then the wrapper does all it
     does, which copies or raises.
 
     Args:
         key: all of a call but its tensors.
+        tensors: those that the call may be given, None for those that it is not.
         length: of what is allocated, where the tensors do not say it.
     """
     # of what else may follow a call `Seen` tells the tensors apart
@@ -158,8 +169,7 @@ def serve(key: Hashable, tensors: Sequence[Any], length: int | None = None) -> S
             return None
         for is_alike, call in seen.findings:
             if is_alike(*tensors):
-                agrees = call.agrees
-                return call.run(tensors, length) if agrees is None or agrees(tensors) else None
+                return call.run(tensors, length)
     except (TypeError, ValueError, RuntimeError):  # also an option that cannot be hashed
         pass
     return None
@@ -178,7 +188,7 @@ def keep(key: Hashable, tensors: Sequence[Any], make: Callable[..., Call | None]
             forget()
         seen = _seen.setdefault(key, Seen())
     if seen.is_due() and (call := make(*args)) is not None:
-        seen.keep(tensors, call, call.varying[: len(tensors)])
+        seen.keep(tensors, call, call.varying, call.agree, call.agreeing)
 
 
 def find(key: Hashable, tensors: Sequence[Any]) -> Call | None:

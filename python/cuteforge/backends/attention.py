@@ -72,8 +72,7 @@ def attention(
     options, known_as = _options(window, softcap, sinks), None
     if kv_cache is None and not options and not is_traced(q):
         asked = is_causal, fwd, scale, backend, registry.context_backend(), env.backend()
-        tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-        known_as = "attention", len(tensors), asked
+        tensors, known_as = (q, k, v, attn_mask), ("attention", asked)
         results = known_calls.serve(known_as, tensors)
         if results is not None:
             return results[0]

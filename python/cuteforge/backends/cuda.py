@@ -54,7 +54,7 @@ class CudaBackend(AttentionBackend):
         causal = is_causal and q.shape[1] > 1 if is_decode else is_causal
         call = known_dense_call(GQADecode if is_decode else GQAPrefill, q, k, v, attn_mask, causal, scale)
         # the number of query tokens decides between the two
-        return None if call is None else call.with_first_fixed()
+        return None if call is None else call.of(("q", "k", "v", None if attn_mask is None else "mask"), q=None)
 
     def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
         options = _as_wrappers_take(options) | {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}

@@ -80,7 +80,8 @@ class AttentionBackend(ABC):
     def known_call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
-        """How calls like this one, which has been served, may be served without asking anybody: a `known_calls.Call`, or None."""
+        """How calls like this one, which has been served, may be served without asking anybody: a `known_calls.Call` of q, k, v and the mask, or
+        None."""
         return None
 
     def forward(

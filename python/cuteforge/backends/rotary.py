@@ -65,10 +65,10 @@ def apply_rotary_emb(
         UnsupportedError: the backend that was asked for does not serve the call.
     """
     table, known_as = (freqs_cis, cos, sin, positions), None
-    given = (x, *[tensor for tensor in table if tensor is not None])
+    tensors = (x, None, *table)
     if not is_dynamo_compiling():
-        known_as = "apply_rotary_emb", interleaved, inverse, backend, env.backend(), *map(type, table)
-        results = known_calls.serve(known_as, given)
+        known_as = "apply_rotary_emb", interleaved, inverse, backend, env.backend()
+        results = known_calls.serve(known_as, tensors)
         if results is not None:
             return results[0]
     angles = _angles(x, *table)
@@ -76,8 +76,8 @@ def apply_rotary_emb(
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
     result = chosen.run(x, angles, interleaved, inverse)
     # angles of another form are new tensors at each call
-    if chosen.name == "cuda" and all(a is b for a, b in zip(angles, given[1:])) and not is_traced(x):
-        known_calls.keep(known_as, given, known_rotation, x, angles, interleaved, inverse)
+    if chosen.name == "cuda" and all(any(a is given for given in table) for a in angles) and not is_traced(x):
+        known_calls.keep(known_as, tensors, known_rotation, tensors, interleaved, inverse)
     return result
 
 

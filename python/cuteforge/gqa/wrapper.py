@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -184,8 +184,8 @@ def _attend(
     """Run a wrapper: its inputs, None for those not given, and its options."""
     known_as = None
     if out is None and stream is None:
-        known_as = _key_of(op, inputs, return_lse, softmax_scale, options)
-        results = known_calls.serve(known_as, [x for x in inputs if x is not None])
+        known_as = (op, return_lse, softmax_scale, options)
+        results = known_calls.serve(known_as, inputs)
         if results is not None:
             return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
     tensors, config = dict(zip(_INPUTS[op], inputs)), dict(zip(_OPTIONS, options))
@@ -203,17 +203,12 @@ def _attend(
     return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
 
 
-def _key_of(op: type, inputs: tuple, return_lse: bool, softmax_scale: float | None, options: tuple) -> tuple:
-    """Of a call in `known_calls`: all that its tensors do not say, and which of them there are."""
-    return (op, return_lse, softmax_scale, options, *map(type, inputs))
-
-
 def known_dense_call(op: type, q: Any, k: Any, v: Any, mask: Any, causal: bool, softmax_scale: float | None) -> Any:
     """What `gqa_decode_wrapper` or `gqa_prefill_wrapper` has remembered of a call with these arguments and no others, or None."""
     given = {"q": q, "k": k, "v": v, "mask": mask}
     inputs = tuple(map(given.get, _INPUTS[op]))
     options = (causal, None, None, None) if op is GQADecode else (causal, None, None)
-    return known_calls.find(_key_of(op, inputs, False, softmax_scale, options), [x for x in inputs if x is not None])
+    return known_calls.find((op, False, softmax_scale, options), inputs)
 
 
 def run_attention(
@@ -248,13 +243,15 @@ def run_attention(
     copy = _readable_but_pools(given) if "new_k" in given else readable
     compiled = run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
     if compiled is not None and results["out"].numel():
-        known_calls.keep(known_as, inputs, _call_of, compiled, given, results, softmax_scale)
+        known_calls.keep(
+            known_as, tuple(map(given.get, _INPUTS[op])), _call_of, compiled, given, results, softmax_scale
+        )
     return results["out"], lse
 
 
 def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | None) -> known_calls.Call:
     """The call that `op` has just served: `given` by the caller, `results` allocated for it."""
-    q, (agrees, varying) = given["q"], _variations(type(op), given)
+    q, (varying, agree) = given["q"], _variations(type(op), given)
     if "q" in varying:
         # tokens: a dim of q and out, and the last of lse
         dims, length_of = {"out": varying["q"], "lse": -1}, ("q", varying["q"])
@@ -263,8 +260,9 @@ def _call_of(op: Any, given: Tensors, results: Tensors, softmax_scale: float | N
     new = [_result(name, x, dims.get(name)) for name, x in results.items()]
     if op._splits:
         new.append(known_calls.Result("workspace", (op._workspace_bytes(q.get_device()),), torch.uint8))
-    facts = {"length_of": length_of, "agrees": agrees, "varying": varying, "written": POOLS if "new_k" in given else ()}
-    return known_calls.Call(op, tuple(given), new, q.device, (op._scale_of(softmax_scale),), **facts)
+    names = [name if name in given else None for name in _INPUTS[type(op)]]
+    facts = {"length_of": length_of, "varying": varying, "written": POOLS if "new_k" in given else (), **agree}
+    return known_calls.Call(op, names, new, q.device, (op._scale_of(softmax_scale),), **facts)
 
 
 def _result(name: str, x: torch.Tensor, growing: int | None) -> known_calls.Result:
@@ -274,24 +272,22 @@ def _result(name: str, x: torch.Tensor, growing: int | None) -> known_calls.Resu
     return known_calls.Result(name, tuple(shape), x.dtype)
 
 
-def _variations(op: type, given: Tensors) -> tuple[Callable[[Sequence[Any]], bool] | None, dict[str, int]]:
-    """`agrees` and `varying` of a `known_calls.Call`: tokens and keys, whose numbers the entry compares but for those of a mask. From one decode to
-    the next there is a key more."""
-    names, dim = list(given), 0 if "cu_seqlens_q" in given else 1
-    has_mask, is_dense = "mask" in given, "k" in given
+def _variations(op: type, given: Tensors) -> tuple[dict[str, int], dict[str, Any]]:
+    """`varying` of a `known_calls.Call`, and how it is to agree: tokens and keys, whose numbers the entry compares but for those of a mask. From one
+    decode to the next there is a key more."""
+    dim, is_dense, has_mask = 0 if "cu_seqlens_q" in given else 1, "k" in given, "mask" in given
     if has_mask and dim == 0:
-        return None, {}
+        return {}, {}
     varying = {"k": dim, "v": dim} if is_dense else {}
     if has_mask:
-        place, mask = names.index("mask"), given["mask"]
-        agrees = (lambda tensors: tensors[place].shape[-1] == tensors[1].shape[1]) if is_dense else None
-        return agrees, {**varying, "mask": mask.dim() - 1}
+        agree = {"agree": lambda mask, k: mask.shape[-1] == k.shape[1], "agreeing": ("mask", "k")} if is_dense else {}
+        return {**varying, "mask": given["mask"].dim() - 1}, agree
     if op in (GQADecode, PagedGQADecode):
-        return None, varying
+        return varying, {}
     # without tokens nothing is launched, and as many as another tile is better for are another call
     most = _most_elems_of_few_rows(given)
     least, most = (1, most) if given["q"].numel() <= most else (most + 1, math.inf)
-    return (lambda tensors: least <= tensors[0].numel() <= most), {"q": dim, **varying}
+    return {"q": dim, **varying}, {"agree": lambda q: least <= q.numel() <= most, "agreeing": ("q",)}
 
 
 def _most_elems_of_few_rows(given: Tensors) -> int:

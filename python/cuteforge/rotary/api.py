@@ -13,6 +13,7 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.rotary.config import MAX_HEAD_DIM, Problem, Traits
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.runtime.seen import ANY_SHAPE
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -73,7 +74,10 @@ class RotaryEmbedding(APIBase):
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
 
-    _varying = dict.fromkeys(("x", "out", "k", "k_out", "positions", "freqs_cis"), 0)
+    _varying = {
+        **dict.fromkeys(("x", "k", "cos", "sin", "positions", "freqs_cis"), ANY_SHAPE),
+        **dict.fromkeys(("out", "k_out"), 0),
+    }
 
     def __init__(
         self, x: Any, table: Any, out: Any, positions: Any = None, *, k: Any = None, k_out: Any = None, interleaved: bool = True

@@ -63,7 +63,7 @@ def rotary_wrapper(
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
         RuntimeError: in place on a leaf that requires grad, or on a view of one.
     """
-    (out,) = _rotate((x,), (out,), (freqs_cis, cos, sin, positions), interleaved, inverse, stream)
+    (out,) = _rotate((x, out, freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(out=out)
 
 
@@ -89,7 +89,7 @@ def rotary_qk_wrapper(
     Returns:
         ``TupleDict(q, k)``.
     """
-    q, k = _rotate((q, k), (q_out, k_out), (freqs_cis, cos, sin, positions), interleaved, inverse, stream)
+    q, k = _rotate((q, k, q_out, k_out, freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(q=q, k=k)
 
 
@@ -180,90 +180,62 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
     return angles
 
 
-def _rotate(sources: Heads, targets: tuple, table: tuple, interleaved: bool, inverse: bool, stream: Any) -> Heads:
-    """The rotated `sources`: in `targets`, or in new memory for one that is None.
+def _rotate(tensors: tuple, interleaved: bool, inverse: bool, stream: Any) -> Heads:
+    """The rotated heads, each in its target, or in new memory where that is None.
 
     Args:
-        table: as `angles_of` takes it.
+        tensors: x, or q and k; as many targets; freqs_cis, cos, sin and positions. None for what was not given.
     """
     known_as = None
     if stream is None:
-        where = _where(sources, targets)
-        freqs_cis, *by_position = table
-        angles = by_position if freqs_cis is None else (x for x in table if x is not None)
-        known_as = _key_of(len(sources), where, freqs_cis is None, interleaved, inverse)
-        given = (*sources, *targets, *angles) if where == "given" else (*sources, *angles)
-        results = known_calls.serve(known_as, given)
+        known_as = _key_of(len(tensors), interleaved, inverse)
+        results = known_calls.serve(known_as, tensors)
         if results is not None:
-            return results if where == "new" else targets
-    for x, name in zip(sources, SOURCE_NAMES[len(sources)]):
+            return results
+    count = (len(tensors) - 4) // 2
+    sources, targets, table = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+    for x, name in zip(sources, SOURCE_NAMES[count]):
         check_heads(x, name)
     angles = angles_of(*table)
     with asked_stream(stream, sources[0].device):
-        return _rotate_unknown(sources, targets, angles, interleaved, inverse, stream, known_as)
+        if any(target is not None for target in targets):
+            targets = tuple(map(_given_or_new, targets, sources))
+        else:
+            targets = ()
+        if needs_op(*sources, *targets, *angles):
+            return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
+        results = targets or new_results(sources)
+        op = run_rotary(sources, results, angles, interleaved, inverse, stream)
+        if targets:
+            # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
+            increment_version(targets)
+        if op is not None:
+            known_calls.keep(known_as, tensors, _call_of, op, tensors, results, inverse)
+        return results
 
 
 def _key_of(*call: Any) -> tuple:
-    """Of a call in `known_calls`: how many tensors, where the results go, whether there are positions, which pairs, which way."""
+    """Of a call in `known_calls`: how many tensors it may have, which pairs, which way."""
     return ("rotary", *call)
 
 
-def known_rotation(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: bool) -> known_calls.Call | None:
-    """What `rotary_wrapper` has remembered of a call with these arguments and no others."""
-    return known_calls.find(_key_of(1, "new", len(angles) > 1, interleaved, inverse), (x, *angles))
+def known_rotation(tensors: tuple, interleaved: bool, inverse: bool) -> known_calls.Call | None:
+    """What `rotary_wrapper` has remembered of a call with these tensors, as `_rotate` takes them, and no other arguments."""
+    return known_calls.find(_key_of(len(tensors), interleaved, inverse), tensors)
 
 
-def _where(sources: Heads, targets: tuple) -> str:
-    """Where the results of one tensor or of two go."""
-    first, last = targets[0], targets[-1]
-    if first is None and last is None:
-        return "new"
-    return "in place" if first is sources[0] and last is sources[-1] else "given"
-
-
-def _rotate_unknown(
-    sources: Heads,
-    targets: tuple,
-    angles: Angles,
-    interleaved: bool,
-    inverse: bool,
-    stream: Any,
-    known_as: tuple | None,
-) -> Heads:
-    """As `_rotate`, on torch's current stream, which is `stream` if one was asked for.
-
-    Args:
-        known_as: the key under which the call is to be kept, of `known_calls`.
-    """
-    where = _where(sources, targets)
-    targets = () if where == "new" else tuple(map(_given_or_new, targets, sources))
-    if needs_op(*sources, *targets, *angles):
-        return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
-    results = targets or new_results(sources)
-    op = run_rotary(sources, results, angles, interleaved, inverse, stream)
-    if targets:
-        # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
-        increment_version(targets)
-    if op is not None:
-        others = targets if where == "given" else ()
-        known_calls.keep(known_as, (*sources, *others, *angles), _call_of, op, results, where, inverse)
-    return results
-
-
-def _call_of(op: RotaryEmbedding, results: Heads, where: str, inverse: bool) -> known_calls.Call:
-    """The call that `op` has just served, of any number of tokens or batches; `where` its results are: new memory, the sources, or other tensors."""
-    count = len(results)
-    sources, targets, angles = ("x", "k")[:count], ("out", "k_out")[:count], op.signature.names[2 * count :]
-    given, written = {
-        "new": ((*sources, *angles), ()),
-        "in place": ((*sources, *angles), sources),
-        "given": ((*sources, *targets, *angles), targets),
-    }[where]
-    new = [
-        known_calls.Result(name, (None, *x.shape[1:]), x.dtype) for name, x in zip(targets, results) if where == "new"
-    ]
-    facts = {"length_of": ("x", 0), "written": written, "varying": op._varying}
-    return known_calls.Call(op, given, new, results[0].device, direction(inverse), **facts)
+def _call_of(op: RotaryEmbedding, tensors: tuple, results: Heads, inverse: bool) -> known_calls.Call:
+    """The call that `op` has just served, of any number of tokens or batches."""
+    heads, targets = ("x", "k")[: len(results)], ("out", "k_out")[: len(results)]
+    names = (*heads, *targets, "freqs_cis", "cos", "sin", "positions")
+    given = [None if x is None else name for name, x in zip(names, tensors)]
+    new = {target: (head, x) for target, head, x in zip(targets, heads, results) if target not in given}
+    # the shape of a result that is allocated is that of its heads
+    varying = op._varying | {head: 0 for head, _ in new.values()}
+    allocated = [known_calls.Result(name, (None, *x.shape[1:]), x.dtype) for name, (_, x) in new.items()]
+    written = [name for name in targets if name not in new]
+    facts = {"length_of": ("x", 0), "written": written, "returned": targets, "varying": varying}
+    return known_calls.Call(op, given, allocated, results[0].device, direction(inverse), **facts)
 
 
 def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:
@@ -273,7 +245,7 @@ def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple,
     names = (*SOURCE_NAMES[count], *target_names, *_ANGLE_NAMES[len(angles)])
     operands = dict(zip(names, (*sources, *targets, *angles)))
     arguments = (*sources, *_op_angles(angles), *config)
-    if targets and _where(sources, targets) == "in place":
+    if targets and all(target is x for target, x in zip(targets, sources)):
         call_op(f"{_OPS[count]}_", operands, arguments, stream)
         return targets
     for name, target, x in zip(target_names, targets, sources):

@@ -14,6 +14,10 @@ from cuteforge.runtime.compile_cache import Kernel
 _WRONG_ARCH_SIGNS = ("NoKernelImageForDevice", "no kernel image")
 
 
+# ``launch(operands, call_scalars)``
+Launch = Callable[[tuple, tuple], None]
+
+
 def entry_of(kernel: Kernel) -> Callable[..., None]:
     """``entry(*tensors, *scalars, raw_stream)`` of `kernel`, in an NVTX range if CUTEFORGE_NVTX asks for one now.
 
@@ -28,6 +32,25 @@ def _launch_in_range(kernel: Kernel, *args: Any) -> None:
 
     with torch.cuda.nvtx.range(f"cuteforge {kernel.key.builder}"):
         kernel.entry(*args)
+
+
+def launch_of(
+    entry: Callable[..., None],
+    device_index: int,
+    scalars: tuple,
+    arrange: Callable[[tuple], tuple] | None,
+    stream_of: Callable[[int], int],
+) -> Launch:
+    """A launch of operands on a GPU that asks nothing more about them.
+
+    Args:
+        scalars: run-time scalars, which precede those of a call.
+        arrange: the operands as the compiled entry takes them.
+        stream_of: the raw handle of the stream, by the GPU.
+    """
+    if arrange is None:
+        return lambda operands, call_scalars: entry(*operands, *scalars, *call_scalars, stream_of(device_index))
+    return lambda operands, call_scalars: entry(*arrange(operands), *scalars, *call_scalars, stream_of(device_index))
 
 
 def bound_launch(

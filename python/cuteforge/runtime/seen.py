@@ -16,6 +16,10 @@ except ImportError:  # a torch without it: nothing is ever found
 
 _MOST = 4  # kinds of tensors of one op or wrapper call
 _PERIOD = 64
+# What may differ of a tensor whose shape the compiled entry checks in full: to compare it here as well takes as long again.
+ANY_SHAPE = "any shape"
+
+Varying = int | str | None
 
 
 class Seen:
@@ -52,66 +56,78 @@ class Seen:
         self._misses += 1
         return TensorGuards is not None and (self._misses <= _MOST or self._misses % _PERIOD == 0)
 
-    def keep(self, tensors: Sequence[Any], finding: Any, varying: Sequence[int | None] | None = None) -> None:
+    def keep(
+        self, tensors: Sequence[Any], finding: Any, varying: Sequence[Varying] | None = None, agree: Callable[..., bool] | None = None,
+        agreeing: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Keep a finding, which must not be None and must hold for all tensors like these; nothing is kept or found of those that
         require grad in grad mode.
 
         Past the first few it takes the place of all before it, so that calls that all differ look at one.
 
         Args:
-            varying: for each tensor a dim whose extent may be any, and the strides with it but the last; None where none may. With the first dim,
-                which has to step over all others, no stride may differ.
+            tensors: None for one that was not given, and is not given by calls alike.
+            varying: for each tensor a dim whose extent may be any, and the strides with it but the last; ANY_SHAPE; or None where nothing may
+                differ. With the first dim, which has to step over all others, no stride may differ.
+            agree: whether extents that vary go together, of the tensors at the places `agreeing`.
         """
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return
-        guard = _guard_of(tensors, varying or [None] * len(tensors))
+        is_alike = _guard_of(tensors, varying or [None] * len(tensors), agree, agreeing)
         # a tuple that is replaced: another thread sees the old one or the new one
-        self.findings = ((guard, finding), *(self.findings if self._misses <= _MOST else ()))
+        self.findings = ((is_alike, finding), *(self.findings if self._misses <= _MOST else ()))
 
 
-def _guard_of(tensors: Sequence[Any], varying: Sequence[int | None]) -> Callable[..., bool]:
-    """Whether others are alike."""
+def _guard_of(
+    tensors: Sequence[Any], varying: Sequence[Varying], agree: Callable[..., bool] | None, agreeing: Sequence[int]
+) -> Callable[..., bool]:
+    """Whether others are alike, written out: a loop over what is None or repeated would take as long as the guard."""
+    # a guard takes no tensor twice, and nothing but tensors
     firsts = [next(i for i, other in enumerate(tensors) if other is x) for x in tensors]
-    distinct = sorted(set(firsts))
-    facts = [_facts_of(tensors[i], varying[i]) for i in distinct]
-    is_alike = TensorGuards(
+    distinct = [i for i, first in enumerate(firsts) if i == first and tensors[i] is not None]
+    facts = [_facts_of(tensors[i], [varying[j] for j, first in enumerate(firsts) if first == i]) for i in distinct]
+    guard = TensorGuards(
         *(tensors[i] for i in distinct),
         dynamic_dims_sizes=[sizes for sizes, _ in facts],
         dynamic_dims_strides=[strides for _, strides in facts],
     ).check
-    if any(x.requires_grad for x in tensors):
-        is_alike = _without_grad_mode(is_alike)
-    if len(distinct) == len(tensors):
-        return is_alike
-    # a guard takes no tensor twice: keys that were the values as well have to be so again
     names = [f"x{i}" for i in range(len(tensors))]
-    repeats = [f"x{i} is x{first}" for i, first in enumerate(firsts) if i != first]
-    once = [names[i] for i in distinct]
-    condition = " and ".join((*repeats, f"is_alike({', '.join(once)})"))
-    return eval(_code(f"lambda {', '.join(names)}: {condition}"), {"is_alike": is_alike})
+    conditions = [
+        f"x{i} is None" if x is None else f"x{i} is x{firsts[i]}" for i, x in enumerate(tensors) if i not in distinct
+    ]
+    if any(tensors[i].requires_grad for i in distinct):
+        # a guard compares whether tensors require grad, whatever the mode
+        conditions.append("not grad_enabled()")
+    conditions.append(f"guard({', '.join(names[i] for i in distinct)})")
+    if agree is not None:
+        conditions.append(f"agree({', '.join(names[i] for i in agreeing)})")
+    if len(conditions) == 1:
+        return guard
+    source = f"lambda {', '.join(names)}: {' and '.join(conditions)}"
+    return eval(_code(source), {"guard": guard, "agree": agree, "grad_enabled": torch.is_grad_enabled})
 
 
 @functools.lru_cache
 def _code(source: str) -> CodeType:
-    """A loop over the repeats would take as long as the guard."""
     return compile(source, "<tensors alike>", "eval")
 
 
-def _without_grad_mode(is_alike: Callable[..., bool]) -> Callable[..., bool]:
-    """A guard compares whether tensors require grad, whatever the mode."""
-    return lambda *others: not torch.is_grad_enabled() and is_alike(*others)
-
-
-def _facts_of(tensor: Any, varying: int | None) -> tuple[list[int | None], list[int | None]]:
-    """Sizes and strides that are to be the same, None for others."""
+def _facts_of(tensor: Any, varying: Sequence[Varying]) -> tuple[list[int | None], list[int | None]]:
+    """Sizes and strides that are to be the same, None for others. `varying` is what may differ, by each place of the tensor in a call."""
     sizes: list[int | None] = list(tensor.shape)
     strides: list[int | None] = list(tensor.stride())
-    if varying == 0:
+    dims = {x for x in varying if x != ANY_SHAPE}
+    if not dims:
+        return [None] * len(sizes), [None] * len(strides)
+    if len(dims) > 1:
+        return sizes, strides
+    (dim,) = dims
+    if dim == 0:
         span = sum((size - 1) * stride for size, stride in zip(sizes[1:], strides[1:]))
         # else more elements along the dim could share addresses, and the stride of a single one says nothing
         if sizes[0] > 1 and strides[0] > span:
             sizes[0] = None
-    elif varying is not None:
-        sizes[varying] = None
+    elif dim is not None:
+        sizes[dim] = None
         strides[:-1] = [None] * (len(strides) - 1)
     return sizes, strides

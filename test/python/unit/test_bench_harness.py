@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_csa  # noqa: E402
 import bench_rotary  # noqa: E402
 import ceilings  # noqa: E402
+import flashinfer_rope  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
 import runner  # noqa: E402
@@ -365,6 +366,93 @@ def test_rotary_peer_turns_the_given_buffers(monkeypatch):
     assert (given_q.data_ptr(), given_q.shape, given_k.shape) == (q.data_ptr(), (3, 32), (3, 16))
     assert (head_dim, named) == (8, {"is_neox": False})
     assert torch.equal(cache, torch.cat((cos, sin), 1))
+
+
+HEADER = """
+template <int A>
+int vec_apply_llama_rope_cos_sin(A) {
+}
+
+/* of the next */
+template <int B>
+int vec_apply_llama_rope_interleave(B) {
+}
+template <int C>
+int vec_apply_llama_rope_cos_sin_interleave_reuse_half(C) {
+}
+
+template <int D>
+void scale_store_partial_chunk(D) {
+}
+template <int E>
+void BatchQKApplyRotaryPosIdsCosSinCacheHeadParallelismKernel(E) {
+}
+
+template <int F>
+void BatchQKApplyRotaryPosIdsCosSinCacheKernel(F) {
+}
+
+template <int G>
+void RopeQuantizeKernel(G) {
+}
+"""
+
+
+def test_rotary_kernels_are_cut_out_of_the_header():
+    source = flashinfer_rope.source_of(HEADER, "#include <cuda.h>\n#include <cuda_bf16.h>")
+    assert [x for x in "ABCDEFG" if f"template <int {x}>" in source] == ["A", "C", "E", "F"]
+    assert "of the next" not in source and "<cuda.h>" not in source and "<cuda_bf16.h>" in source
+
+
+class FakeDriver:
+    """16 CTAs an SM of the kernel of all heads; notes what is launched."""
+
+    def __init__(self):
+        self.launches = []
+
+    def cuModuleLoadData(self, code):
+        return 0, code
+
+    def cuModuleGetFunction(self, module, name):
+        return 0, name.decode()
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, smem):
+        return 0, 16
+
+    def cuLaunchKernel(self, *args):
+        self.launches.append(args)
+        return (0,)
+
+
+@pytest.mark.parametrize(("tokens", "kernel", "grid"), [(3, "by head", (1, 6, 1)), (300, "all heads", (38, 1, 1))])
+def test_built_rotary_kernels_are_launched_as_flashinfer_does(tokens, kernel, grid, tmp_path, monkeypatch):
+    """By head while a CTA of tokens for all heads would leave SMs idle: here one SM, and 16 CTAs of 8 tokens."""
+    import torch
+
+    driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=1)
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=driver))
+    names = {f"{kind}, {pairs}": f"{kind}, {pairs}" for kind in flashinfer_rope.KERNELS for pairs in ("true", "false")}
+    (tmp_path / flashinfer_rope.FACTS).write_text(json.dumps({"version": "abc", "names": names}))
+    (tmp_path / flashinfer_rope.CUBIN).write_bytes(b"code")
+    monkeypatch.setenv(flashinfer_rope.ENVIRONMENT, str(tmp_path))
+    peer, version = peers.find_flashinfer_rope()
+    assert version == "abc" and not peer.has_host_time
+    q, k, cos = torch.zeros(tokens, 4, 128), torch.zeros(tokens, 2, 128), torch.ones(9, 64)
+    peer.rotate(q, k, cos, cos, torch.arange(tokens), interleaved=True)()
+    ((function, *dims, smem, stream, (values, types_), _),) = driver.launches
+    assert (function, tuple(dims), smem, stream) == (f"{kernel}, true", (*grid, 16, 8, 1), 0, 5)
+    assert values[:4] == (q.data_ptr(), k.data_ptr()) * 2 and values[6:10] == (tokens, 4, 2, 128)
+    assert values[10:] == (512, 128, 256, 128) * 2 and len(types_) == 18
+
+
+def test_a_rotary_peer_that_does_not_load_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(flashinfer_rope.ENVIRONMENT, str(tmp_path / "missing"))
+    peer, reason = peers.find_flashinfer_rope()
+    assert peer is None and reason.startswith("installed, but not usable")
 
 
 def test_peer_kernels_are_chosen_by_ratio_and_called_on_the_given_buffers():

@@ -89,13 +89,29 @@ def test_results_are_contiguous_and_new(length, raw_stream):
         assert not x.numel() or len({t.data_ptr() for t in (x, y, z)}) == 3
 
 
-def test_what_may_be_in_place_and_is_not_given_is_where_it_may_be(raw_stream):
+def test_tensors_that_are_not_given_are_passed_over(raw_stream):
+    entry, (q, k, v) = Entry(), tensors()
+    op = op_of(entry, ("q", "k", "v", "out"))
+    call_of_five = Call(op, ("q", None, "k", None, "v"), [OUT], CPU)
+    (out,) = call_of_five.run((q, None, k, None, v))
+    assert entry.calls == [(q, k, v, out, 132, 0, 77)]
+
+
+def test_a_result_may_be_given_and_may_be_a_source(raw_stream):
     entry, (q, *_) = Entry(), tensors()
-    op, floats = op_of(entry, ("q", "out")), ("float32",)
-    op.signature = Signature(Operand("q", "", floats), Operand("out", "", floats, role="out", in_place_of="q"))
-    assert Call(op, ("q",), [], CPU, written=("q",)).run((q,)) == ()
-    ((x, out, *_),) = entry.calls
-    assert x is q and out is q and q._version == 1
+    call = Call(op_of(entry, ("q", "out")), ("q", "out"), [], CPU, written=("out",), returned=("out",))
+    (got,) = call.run((q, q))
+    assert got is q and q._version == 1 and entry.calls == [(q, q, 132, 0, 77)]
+
+
+def test_the_same_call_may_be_given_its_tensors_in_another_order(raw_stream):
+    entry, (q, k, v) = Entry(), tensors()
+    call = call_of(entry, agree=lambda v, k: v.shape == k.shape, agreeing=("v", "k"), varying={"q": 0, "k": 1})
+    other = call.of(("v", None, "k", "q"), q=None)
+    other.run((v, None, k, q))
+    assert entry.calls[0][:3] == (q, k, v)
+    assert (call.varying, call.agreeing) == ([0, 1, None], [2, 1])
+    assert (other.varying, other.agreeing) == ([None, None, 1, None], [0, 2])
 
 
 def test_what_is_written_counts_as_a_new_version(raw_stream):
@@ -139,20 +155,27 @@ def test_extents_that_may_vary_do_and_no_other(raw_stream):
 def test_extents_that_must_agree_are_compared(raw_stream):
     entry = Entry()
 
-    def agrees(given):
-        return given[1].shape[1] == given[2].shape[1]
+    def same_length(v, k):
+        return v.shape[1] == k.shape[1]
 
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry, agrees=agrees, varying={"k": 1, "v": 1}))
+    facts = {"agree": same_length, "agreeing": ("v", "k"), "varying": {"k": 1, "v": 1}}
+    known_calls.keep(KEY, tensors(), lambda: call_of(entry, **facts))
     q, k, v = tensors()
     assert known_calls.serve(KEY, (q, k, v[:, :3])) is None and not entry.calls
     assert known_calls.serve(KEY, (q, k[:, :3], v[:, :3])) is not None
 
 
-def test_the_first_tensor_may_be_held_fixed(raw_stream):
-    call = call_of(Entry(), varying={"q": 1, "k": 1, "v": 1})
-    known_calls.keep(KEY, tensors(), call.with_first_fixed)
-    assert known_calls.serve(KEY, tensors(keys=9)) is not None
-    assert known_calls.serve(KEY, (torch.zeros(2, 5, 4, 8), *tensors()[1:])) is None
+def test_calls_with_other_tensors_given_are_other_calls(raw_stream):
+    """One key serves all: None stands for a tensor that was not given."""
+    entry, (q, k, v) = Entry(), tensors()
+    op = op_of(entry, ("q", "k", "v", "out"))
+    known_calls.keep(KEY, (q, k, v, None), lambda: Call(op, ("q", "k", "v", None), [OUT], CPU))
+    assert known_calls.serve(KEY, (q, k, v, q)) is None and known_calls.serve(KEY, (q, k, None, None)) is None
+    known_calls.keep(KEY, (q, k, v, q), lambda: Call(op, ("q", "k", "v", "out"), [], CPU, returned=("out",)))
+    (out,) = known_calls.serve(KEY, (q, k, v, q))
+    assert out is q and known_calls.serve(KEY, (q, k, v, torch.zeros_like(q))) is None
+    (out,) = known_calls.serve(KEY, (q, k, v, None))
+    assert out is not q and len(entry.calls) == 2
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuteforge.runtime.seen import Seen
+from cuteforge.runtime.seen import ANY_SHAPE, Seen
 
 
 def tensors():
@@ -139,6 +139,42 @@ def test_a_later_extent_may_vary_with_the_strides_before_it():
     assert seen.find((torch.zeros(2, 9, 4, 8),)) == "finding"
     assert seen.find((torch.zeros(2, 4, 9, 8).transpose(1, 2),)) == "finding"
     assert seen.find((torch.zeros(3, 6, 4, 8),)) is None
+
+
+def test_of_a_shape_that_the_entry_checks_nothing_is_compared_but_the_rank():
+    seen = Seen()
+    seen.keep((ROWS,), "finding", [ANY_SHAPE])
+    for x in (torch.zeros(0, 7, 1), ROWS.transpose(0, 2), ROWS[:1].expand(8, 3, 4)):
+        assert seen.find((x,)) == "finding"
+    for x in (ROWS[0], ROWS[None], ROWS.double(), ROWS.to("meta"), ROWS.tolist()):
+        assert seen.find((x,)) is None
+
+
+def test_of_a_tensor_in_two_places_the_stricter_one_counts():
+    """Any shape will do for what is read, but not where it is also written."""
+    seen = Seen()
+    seen.keep((ROWS, ROWS), "finding", [ANY_SHAPE, 0])
+    more, expanded = torch.zeros(9, 3, 4), ROWS[:1].expand(8, 3, 4)
+    assert seen.find((more, more)) == "finding" and seen.find((expanded, expanded)) is None
+    seen = Seen()
+    seen.keep((ROWS, ROWS), "finding", [1, 0])
+    assert seen.find((ROWS, ROWS)) == "finding" and seen.find((more, more)) is None
+
+
+def test_what_was_not_given_is_not_given_again():
+    seen = Seen()
+    seen.keep((ROWS, None, None), "finding")
+    assert seen.find((torch.zeros_like(ROWS), None, None)) == "finding"
+    assert seen.find((ROWS, ROWS, None)) is None and seen.find((None, None, None)) is None
+    seen.keep((ROWS, ROWS, None), "twice")
+    assert (seen.find((ROWS, ROWS, None)), seen.find((ROWS, None, None))) == ("twice", "finding")
+
+
+def test_extents_that_vary_may_have_to_agree():
+    seen = Seen()
+    seen.keep((ROWS, None, ROWS[:2]), "finding", [0, None, 0], lambda few, many: len(few) < len(many), (2, 0))
+    assert seen.find((ROWS, None, torch.zeros(7, 3, 4))) == "finding"
+    assert seen.find((ROWS, None, torch.zeros(8, 3, 4))) is None
 
 
 def test_a_torch_without_guards_keeps_nothing(monkeypatch):

@@ -12,6 +12,7 @@ from cuteforge.csa.compressor.config import MAX_RATIO, Problem, Traits, max_ctas
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.runtime.seen import ANY_SHAPE
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -51,9 +52,10 @@ class _Compressor(APIBase):
 
     _BUILDER: str
     _BACKWARD: bool
-    _varying = dict.fromkeys(
-        ("kv", "score", "cu_seqlens", "cu_seqlens_comp", "grad_out", "grad_kv", "grad_score", "out"), 0
-    )
+    _varying = {
+        **dict.fromkeys(("kv", "score", "grad_out", "grad_kv", "grad_score", "out"), 0),
+        **dict.fromkeys(("ape", "cu_seqlens", "cu_seqlens_comp"), ANY_SHAPE),
+    }
     deterministic = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -104,15 +106,17 @@ class _Compressor(APIBase):
     def _check_operands(self, operands: tuple) -> None:
         try:
             # `operands[5]` has a row for each output row
-            fits = self._agree(operands) or operands[5].shape[0] == 0
+            fits = self._agree(operands[0]) or operands[5].shape[0] == 0
         except (AttributeError, IndexError):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
 
-    def _agree(self, operands: tuple) -> bool:
+    _agreeing = ("kv",)
+
+    def _agree(self, kv: torch.Tensor) -> bool:
         """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
-        return operands[0].shape[0] >= self.ratio
+        return kv.shape[0] >= self.ratio
 
 
 class CSACompressorForward(_Compressor):

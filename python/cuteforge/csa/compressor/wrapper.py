@@ -208,7 +208,9 @@ def _backward_call(op: CSACompressorBackward, grads: Gradients) -> known_calls.C
 def _call_of(op: Any, results: list[known_calls.Result], device: torch.device, **facts: Any) -> known_calls.Call:
     """The call that `op` has just served; what is no result was given."""
     given = op.signature.names[: -len(results)]
-    return known_calls.Call(op, given, results, device, agrees=op._agree, varying=op._varying, **facts)
+    return known_calls.Call(
+        op, given, results, device, agree=op._agree, agreeing=op._agreeing, varying=op._varying, **facts
+    )
 
 
 # What `run_op` calls.

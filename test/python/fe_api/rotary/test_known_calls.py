@@ -79,14 +79,17 @@ def test_one_tensor_in_place(device, served):
     assert len(served) == 2
 
 
-def test_one_in_place_and_one_not(device, served):
-    """Never kept: the result is right all the same."""
-    q, k, rest = heads(device, 5, 4), heads(device, 5, 2), lookup(device, 5)
-    want = copied(rotary_qk_wrapper(q, k, **rest))
-    for options in ({"q_out": torch.empty_like(q)}, {"k_out": torch.empty_like(k)}):
-        for _ in range(3):
-            check_equal(rotary_qk_wrapper(q, k, **rest, **options), want)
-    assert not served
+def test_one_result_given_and_one_not(device, served):
+    """Each is its own call: what is given is written, what is not is allocated."""
+    for tokens in (5, 6):
+        q, k, rest = heads(device, tokens, 4), heads(device, tokens, 2), lookup(device, tokens)
+        want = copied(rotary_qk_wrapper(q, k, **rest))
+        for name, other in (("q", "k"), ("k", "q")):
+            given = torch.full_like(want[name], float("nan"))
+            got = rotary_qk_wrapper(q, k, **rest, **{f"{name}_out": given})
+            assert got[name] is given and got[other] is not (q if other == "q" else k)
+            check_equal(got, want)
+    assert len(served) == 3
 
 
 @tables

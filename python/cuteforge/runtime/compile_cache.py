@@ -27,6 +27,7 @@ from typing import Any, Literal
 from cuteforge.errors import ContractError
 from cuteforge.runtime import cutlass_compat, env, streams
 from cuteforge.runtime.disk_cache import DiskCache, file_sha256, open_disk_cache, read_source_digest, source_digest
+from cuteforge.runtime.garbage import only_new_garbage
 
 logger = logging.getLogger("cuteforge.runtime")
 
@@ -291,7 +292,7 @@ def _compile_and_load(key: KernelKey, facts: dict[str, Any], disk: DiskCache | N
 def _compile_object(key: KernelKey, obj: Path) -> str:
     """Compile `key` into the object file `obj`; returns the name of its entry."""
     module, _, function = key.builder.partition(":")
-    with _cache.compile_lock:
+    with _cache.compile_lock, only_new_garbage():
         build = getattr(importlib.import_module(module), function)(key.traits)
         symbol = build.name
         if not (isinstance(symbol, str) and symbol.isidentifier()):

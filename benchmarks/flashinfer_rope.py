@@ -20,11 +20,8 @@ from typing import Any
 ENVIRONMENT = "CUTEFORGE_BENCH_FLASHINFER_ROPE"
 CUBIN, FACTS = "flashinfer_rope.cubin", "flashinfer_rope.json"
 
-HEAD_DIM, ACCESS_ELEMS, CTA_THREADS = (
-    128,
-    8,
-    128,
-)  # bf16, as `BatchQKApplyRotaryPosIdsCosSinCache` of pos_enc.cuh cuts it
+# bf16, as `BatchQKApplyRotaryPosIdsCosSinCache` of pos_enc.cuh cuts it.
+HEAD_DIM, ACCESS_ELEMS, CTA_THREADS = 128, 8, 128
 CTA_X, CTA_Y = HEAD_DIM // ACCESS_ELEMS, CTA_THREADS // (HEAD_DIM // ACCESS_ELEMS)
 # A CTA of many tokens for each head, or one for all heads.
 KERNELS = {
@@ -37,6 +34,7 @@ CUTS = (
     ("vec_apply_llama_rope_cos_sin_interleave_reuse_half(", "scale_store_partial_chunk("),
     (KERNELS["by head"] + "(", "RopeQuantizeKernel("),
 )
+NO_DEVICE_HEADERS = [f"#include <{name}>" for name in ("cuda.h", "cuda_runtime.h", "cuda_fp4.h", "type_traits")]
 PREAMBLE = """
 #include <cuda/std/cstdint>
 #include <cuda/std/type_traits>
@@ -52,12 +50,7 @@ __device__ __forceinline__ size_t get_elem_offset_impl(size_t n, size_t h, size_
 
 def source_of(positions: str, vectors: str) -> str:
     """What NVRTC compiles, of the texts of pos_enc.cuh and vec_dtypes.cuh: no host code, no header that it lacks."""
-    vectors = "\n".join(
-        line
-        for line in vectors.splitlines()
-        if line
-        not in ("#include <cuda.h>", "#include <cuda_runtime.h>", "#include <cuda_fp4.h>", "#include <type_traits>")
-    )
+    vectors = "\n".join(line for line in vectors.splitlines() if line not in NO_DEVICE_HEADERS)
     parts = []
     for first, last in CUTS:
         start = positions.rindex("template <", 0, positions.index(first))

@@ -66,15 +66,10 @@ class Call:
         self.run = _written_out(op, given, results, device, call_scalars, length_of, written, returned)
         self.agree, self.agreeing = agree, [given.index(name) for name in agreeing]
         self.varying = [varying.get(name) for name in given]
-        launch = {
-            "op": op,
-            "results": results,
-            "device": device,
-            "call_scalars": call_scalars,
-            "written": written,
-            "returned": returned,
-        }
-        self._facts = {**launch, "length_of": length_of, "agree": agree, "agreeing": agreeing, "varying": varying}
+        launch = {"op": op, "results": results, "device": device, "call_scalars": call_scalars, "length_of": length_of}
+        self._facts = {
+            **launch, "written": written, "returned": returned, "agree": agree, "agreeing": agreeing, "varying": varying,
+        }  # fmt: skip
 
     def of(self, given: Sequence[str | None], **varying: Varying) -> Call:
         """The same for calls that are given their tensors in another order, and may vary otherwise in those named."""

@@ -243,9 +243,8 @@ def run_attention(
     copy = _readable_but_pools(given) if "new_k" in given else readable
     compiled = run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
     if compiled is not None and results["out"].numel():
-        known_calls.keep(
-            known_as, tuple(map(given.get, _INPUTS[op])), _call_of, compiled, given, results, softmax_scale
-        )
+        tensors = tuple(map(given.get, _INPUTS[op]))
+        known_calls.keep(known_as, tensors, _call_of, compiled, given, results, softmax_scale)
     return results["out"], lse
 
 

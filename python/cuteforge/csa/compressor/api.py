@@ -56,6 +56,7 @@ class _Compressor(APIBase):
         **dict.fromkeys(("kv", "score", "grad_out", "grad_kv", "grad_score", "out"), 0),
         **dict.fromkeys(("ape", "cu_seqlens", "cu_seqlens_comp"), ANY_SHAPE),
     }
+    _agreeing = ("kv",)
     deterministic = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -111,8 +112,6 @@ class _Compressor(APIBase):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
-
-    _agreeing = ("kv",)
 
     def _agree(self, kv: torch.Tensor) -> bool:
         """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""

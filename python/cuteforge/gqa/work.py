@@ -191,11 +191,13 @@ class Unit(TraceConstant):
         self.first_key, self.k_len = keys or [cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch)]
 
     @classmethod
-    def of_block(cls, counts: Counts, index, lane):
+    def of_block(cls, counts: Counts, index, lane=None):
         """The unit of a place in the order of the units: the row tiles that see most keys come first.
 
+        The lanes of a warp find it together; without `lane` each finds one of its own.
+
         In rounds (`Traits.in_rounds`) they come first and last in turn, from one request or set to the next, so that the lengths of adjacent rounds
-        are alike; see `prefill_sm90a.loads.first_unit`.
+        are alike; see `prefill_sm90a.units.UnitsOfCta`.
         """
         if counts.traits.problem.queries == "packed":
             place, head = divmod(index, counts.by_heads)
@@ -204,7 +206,8 @@ class Unit(TraceConstant):
                 tile_m = counts.traits.tile.tile_m
                 last = (q_len * counts.group + (tile_m - 1)) // tile_m - 1
                 row_tile = Int32(select((batch % 2 != 0) & (row_tile <= last), last - row_tile, row_tile))
-            return cls(counts, batch, head, row_tile, first_token, q_len)
+            keys = None if lane is not None else counts.keys_of(batch)
+            return cls(counts, batch, head, row_tile, first_token, q_len, keys)
         number, place = divmod(index, counts.by_set)
         row_place, pair = divmod(place, counts.by_together)
         batch, head = divmod(number * counts.together + pair, counts.by_heads)
@@ -308,15 +311,34 @@ class Unit(TraceConstant):
 
 
 @cute.jit
-def find_request(counts: Counts, slot: Int32, lane: Int32):
+def find_request(counts: Counts, slot: Int32, lane: Int32 | None):
     """(request, its first token, its tokens, row tile) of a slot of packed queries; no tokens where the table makes no sense.
 
-    All lanes of the warp together: each round looks at 32 offsets.
+    All lanes of the warp look for one slot together, or each for a slot of its own, where `lane` is None.
     """
     table = counts.ops.mCuQ
+    request = _search_alone(counts, slot) if cutlass.const_expr(lane is None) else _search_together(counts, slot, lane)
+    first = table[request]
+    after = counts.tokens
+    if request < counts.requests:
+        after = cutlass.min(table[request + 1], counts.tokens)
+    row_tile = slot - _first_slot(counts, first, request)
+    q_len = after - first
+    if first < 0 or after < first or row_tile < 0:
+        q_len = Int32(0)
+    # far from a wild offset the first row of a tile would not be a number of 32 bits
+    row_tile = cutlass.min(cutlass.max(row_tile, 0), slot)
+    found = request, first, q_len, row_tile
+    # one value in all lanes, though they looked at different offsets: worth no register of each
+    return found if cutlass.const_expr(lane is None) else tuple(cute.arch.make_warp_uniform(x) for x in found)
+
+
+@cute.jit
+def _search_together(counts: Counts, slot: Int32, lane: Int32):
+    """The last request whose first slot is at most `slot`: each round looks at 32 offsets."""
+    table = counts.ops.mCuQ
     low = Int32(0)
-    high = counts.requests + 1
-    # the last request whose first slot is at most `slot` is in [low, high)
+    high = counts.requests + 1  # it is in [low, high)
     while high - low > 1:
         step = (high - low + (WARP - 1)) // WARP
         probe = low + lane * step
@@ -326,18 +348,22 @@ def find_request(counts: Counts, slot: Int32, lane: Int32):
         passed = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(hit)), 1)
         low = low + (passed - 1) * step
         high = cutlass.min(low + step, high)
-    first = table[low]
-    after = counts.tokens
-    if low < counts.requests:
-        after = cutlass.min(table[low + 1], counts.tokens)
-    row_tile = slot - _first_slot(counts, first, low)
-    q_len = after - first
-    if first < 0 or after < first or row_tile < 0:
-        q_len = Int32(0)
-    # far from a wild offset the first row of a tile would not be a number of 32 bits
-    row_tile = cutlass.min(cutlass.max(row_tile, 0), slot)
-    # one value in all lanes, though they looked at different offsets: worth no register of each
-    return [cute.arch.make_warp_uniform(x) for x in (low, first, q_len, row_tile)]
+    return low
+
+
+@cute.jit
+def _search_alone(counts: Counts, slot: Int32):
+    """As `_search_together`, one offset at a time."""
+    table = counts.ops.mCuQ
+    low = Int32(0)
+    high = counts.requests + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if _first_slot(counts, table[middle], middle) <= slot:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _first_slot(counts: Counts, first_token, request):

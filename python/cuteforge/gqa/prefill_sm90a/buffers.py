@@ -21,7 +21,7 @@ class Buffers(TraceConstant):
         self.traits = traits
         smem = cutlass.memory.SmemAllocator()
         address = smem.allocate(traits.buffer_bytes, byte_alignment=SMEM_ALIGNMENT).toint()
-        self.info = smem.allocate(traits.query_stages * INFO_BYTES, byte_alignment=16).toint()
+        self.info = smem.allocate(traits.query_stages * INFO_BYTES + traits.places_bytes, byte_alignment=16).toint()
         barriers = smem.allocate_tensor(Int64, cute.make_layout(traits.num_barriers)).iterator
         rings = []
         for size, num_stages in traits.rings:
@@ -29,6 +29,12 @@ class Buffers(TraceConstant):
             address, barriers = address + num_stages * size, barriers + BARRIERS * num_stages
         self.queries, *self.tokens = rings
         self.loaded = barriers  # counts the values of a tile that are loaded before the rest of it becomes zeros
+
+    def places(self, warp):
+        """Where a copying warp keeps what the next units are; None where it need not."""
+        traits = self.traits
+        first = self.info + traits.query_stages * INFO_BYTES
+        return first + warp * (traits.places_bytes // COPY_WARPS) if traits.places_bytes else None
 
     @cute.jit
     def init(self, by_tma):

@@ -20,6 +20,7 @@ PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are co
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
 INFO_BYTES = 32  # what the copying warps tell of a unit
+PLACES_AHEAD = 8  # of packed queries: a lane of a copying warp looks each up
 # Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 PAGED_REGISTERS = {**REGISTERS, 3: (152, 56)}  # who looks rows up needs more
@@ -84,8 +85,14 @@ class WarpgroupTraits(Traits):
         return 2 * sum(stages for _, stages in self.rings) + 1
 
     @property
+    def places_bytes(self) -> int:
+        """What the next units are, by copying warp; nothing where that takes no search."""
+        return COPY_WARPS * PLACES_AHEAD * INFO_BYTES if self.problem.queries == "packed" else 0
+
+    @property
     def smem_bytes(self) -> int:
-        return self.buffer_bytes + self.query_stages * INFO_BYTES + 8 * self.num_barriers + SMEM_ALIGNMENT
+        infos = self.query_stages * INFO_BYTES + self.places_bytes
+        return self.buffer_bytes + infos + 8 * self.num_barriers + SMEM_ALIGNMENT
 
     @property
     def keeps_sums(self) -> bool:

@@ -53,7 +53,7 @@ class PrefillSm90a(Entry):
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP)
         counts, buffers = Counts(self.traits, Operands(*given), by), Buffers(self.traits)
-        loads = Loads(counts, buffers, self.dtype, tma, lane)
+        loads = Loads(counts, buffers, self.dtype, tma, warp, lane)
         if tidx == 0:
             buffers.init(loads.by_tma)
         cute.arch.sync_threads()

@@ -11,6 +11,7 @@ from cuteforge.gqa.config import WARP
 from cuteforge.gqa.prefill_sm90a.buffers import KEYS, VALUES, Buffers
 from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, TOKEN_WARPS
 from cuteforge.gqa.prefill_sm90a.token_tiles import Tail, TileBoxes, TileRows, no_tail
+from cuteforge.gqa.prefill_sm90a.units import UnitsOfCta
 from cuteforge.gqa.result import store_nothing
 from cuteforge.gqa.work import Counts, Unit
 
@@ -26,8 +27,9 @@ class Loads(TraceConstant):
         by_tma: whether keys and values come by TMA: a constant, but for pages a matter of their size.
     """
 
-    def __init__(self, counts: Counts, buffers: Buffers, dtype, tma: tuple | None, lane):
+    def __init__(self, counts: Counts, buffers: Buffers, dtype, tma: tuple | None, warp, lane):
         self.counts, self.buffers, self.dtype, self.tma, self.lane = counts, buffers, dtype, tma, lane
+        self.units = UnitsOfCta(counts, buffers.places(warp), lane)
         self.traits, self.tile = counts.traits, counts.traits.tile
         self.dims = self.traits.problem.head_dim, self.traits.problem.v_dim
         is_cut = self.traits.problem.keys == "pages"
@@ -78,9 +80,9 @@ class Loads(TraceConstant):
         query_stage, query_parity = Int32(0), Int32(0)
         place = (Int32(0),) * 3  # stage, its parity, and that of `loaded`
         tail = no_tail()
-        index, step, step_after = first_unit()
-        while index < self.counts.units:
-            unit = Unit.of_block(self.counts, index, self.lane)
+        at = self.units.first()
+        while self.units.is_one(at):
+            unit = self.units.look_up(at)
             first, end = unit.tiles()
             if cutlass.const_expr(query_copier is not None):
                 query_stage, query_parity = self._copy_queries_of(
@@ -90,7 +92,7 @@ class Loads(TraceConstant):
                 place, tail = self._copy_tiles(unit, tiles[KEYS], KEYS, first, end, place, tail)
             else:
                 place, tail = self._copy_tiles(unit, tiles[VALUES], VALUES, first, end, place, tail)
-            index, step, step_after = index + step, step_after, step
+            at = self.units.after(at)
         if not are_keys:
             tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, place[2])
         if cutlass.const_expr(query_copier is not None):
@@ -118,12 +120,12 @@ class Loads(TraceConstant):
     def _copy_queries(self, copier: RowCopier):
         """What the units are, and their queries, beside `_copy_tokens`."""
         stage, parity = Int32(0), Int32(0)
-        index, step, step_after = first_unit()
-        while index < self.counts.units:
-            unit = Unit.of_block(self.counts, index, self.lane)
+        at = self.units.first()
+        while self.units.is_one(at):
+            unit = self.units.look_up(at)
             first, end = unit.tiles()
             stage, parity = self._copy_queries_of(unit, end - first, copier, stage, parity)
-            index, step, step_after = index + step, step_after, step
+            at = self.units.after(at)
         self._tell_end(copier, stage, parity)
 
     @cute.jit
@@ -155,16 +157,6 @@ class Loads(TraceConstant):
         # a CTA must not end before what it has asked for is there
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-
-
-def first_unit() -> tuple:
-    """(first unit of a CTA, and the steps to its second, to its third and so on, in turn).
-
-    A CTA that is first in one round of units is last in the next: with units in the order of their lengths all have about as much to do.
-    """
-    cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
-    return Int32(cta), Int32(2 * (ctas - 1 - cta) + 1), Int32(2 * cta + 1)
 
 
 class QueryRows(TraceConstant):

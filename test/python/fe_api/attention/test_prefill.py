@@ -139,6 +139,21 @@ def test_ragged_request_equals_its_stand_alone_call(device):
         assert attn.same(attn.run(KIND, attn.Inputs(q, k, v, *cuts, causal=True)), want), b
 
 
+def test_more_requests_than_are_looked_up_at_once(device):
+    """The warps that copy look the next units up in groups, of which a CTA has several here and one where there are 200 requests."""
+    count, some = 1600, 200
+    x = attn.draw_ragged(attn.MAIN, [b % 4 for b in range(count)], [b % 7 for b in range(count)], device=device)
+    got = attn.run(KIND, x)
+    for first in range(0, count, some):
+        cu_q, cu_k = (cu[first : first + some + 1] for cu in (x.cu_seqlens_q, x.cu_seqlens_k))
+        queries, keys = (slice(cu[0].item(), cu[-1].item()) for cu in (cu_q, cu_k))
+        tensors = {"q": x.q[queries], "k": x.k[keys], "v": x.v[keys]}
+        few = x.with_(**tensors, cu_seqlens_q=cu_q - cu_q[0], cu_seqlens_k=cu_k - cu_k[0])
+        want = attn.run(KIND, few)
+        assert budget.same_bits(got.out[queries], want.out) and budget.same_bits(got.lse[:, queries], want.lse)
+    attn.check(want, few)
+
+
 def test_dense_request_equals_its_stand_alone_call(device):
     x = draw(Case("", batch=5, length=70), device)
     want = attn.run(KIND, x)

@@ -1,6 +1,5 @@
 """The units that a CTA goes through, and how a copying warp finds out what they are."""
 
-import cutlass
 from cutlass import Int32, Uint32, cute
 
 from cuteforge.device.copy import smem_words
@@ -15,9 +14,9 @@ class UnitsOfCta(TraceConstant):
     Who goes through them keeps (index, the next two steps, number of the unit in the CTA), `first` of it, `after` each.
 
     Args:
-        places: byte address in shared memory of what the next units are; None where nothing is looked up. Of packed queries a look-up is a search: one
-            lane's, of as many places at once as fit there (H200, 1024 requests of 32 tokens: 0.64 us a place when a warp did one at a time, half of
-            which are empty, where a unit takes 2.4).
+        places: byte address in shared memory of what the next units are; None where that takes no search. Of packed queries it does, for which each
+            place takes a lane, `PLACES_AHEAD` at once (H200, 1024 requests of 32 tokens: 0.64 us a place when a warp did one at a time, half of which are
+            empty, where a unit takes 2.4).
     """
 
     def __init__(self, counts: Counts, places, lane):

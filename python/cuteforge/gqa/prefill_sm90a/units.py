@@ -14,8 +14,8 @@ class UnitsOfCta(TraceConstant):
     Who goes through them keeps (index, the next two steps, number of the unit in the CTA), `first` of it, `after` each.
 
     Args:
-        places: byte address in shared memory of what the next units are; None where that takes no search. Of packed queries it does, for which each
-            place takes a lane, `PLACES_AHEAD` at once (H200, 1024 requests of 32 tokens: 0.64 us a place when a warp did one at a time, half of which are
+        places: byte address in shared memory of what the next units are; None where that takes no search. Of packed queries it does: by one lane for
+            each place, `PLACES_AHEAD` at once (H200, 1024 requests of 32 tokens: 0.64 us a place when a warp did one at a time, half of which are
             empty, where a unit takes 2.4).
     """
 

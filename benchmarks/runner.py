@@ -164,6 +164,8 @@ def run_benchmark(
     peer, peer_status = (None, "left out") if args.no_peer else find_peer()
     facts = harness.environment()
     print(f"{facts['gpu']}, driver {facts['driver']}; peer {peer_name}: {peer_status}")
+    if peer is not None:
+        facts["versions"] |= {f"peer {peer_name}": peer_status}
     repeats = args.repeats or (5 if args.quick else 20)
     run = Run(peer, harness.measure_ceilings(repeats), repeats, args.quick, args.cases)
     rows = [row for section in sections if not (args.quick and section in slow) for row in section(run)]

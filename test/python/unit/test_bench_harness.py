@@ -368,6 +368,18 @@ def test_rotary_peer_turns_the_given_buffers(monkeypatch):
     assert torch.equal(cache, torch.cat((cos, sin), 1))
 
 
+@pytest.mark.parametrize("arguments", [[], ["--no-peer"]])
+def test_a_record_names_the_peer_that_was_measured(arguments, monkeypatch):
+    """A peer need not be a distribution, whose version would be among the others."""
+    published = []
+    monkeypatch.setattr(harness, "environment", lambda: {**FACTS, "versions": {"torch": "2.11"}})
+    monkeypatch.setattr(harness, "measure_ceilings", lambda repeats: CEILINGS)
+    monkeypatch.setattr(harness, "publish", lambda *args: published.append(args[-1]))
+    runner.run_benchmark("csa", "", "someone", lambda: (object(), "1.2"), (), (), arguments)
+    (facts,) = published
+    assert facts["versions"] == {"torch": "2.11"} | ({} if arguments else {"peer someone": "1.2"})
+
+
 HEADER = """
 template <int A>
 int vec_apply_llama_rope_cos_sin(A) {

@@ -25,6 +25,7 @@ GROWTH = "growth "
 # What stands beside a time and is no other implementation: ceilings, and other paths and sizes of this library.
 NOT_PEERS = ("ours", "page ", "copy ceiling", runner.GROWTH_REFERENCE)
 _WIDTH, _BAR_HEIGHT = 9, 0.17  # inches
+_LABEL_GAP = 0.008  # of a ratio
 
 Report = Mapping[str, Any]
 
@@ -136,7 +137,9 @@ def draw_peers(family: str, report: Report, found: Sequence[Comparison]):
         ticks.append(y + (len(comparison.ratios) - 1) / 2)
         for name, ratio in comparison.ratios.items():
             axes.barh(y, ratio, height=0.9, color=f"C{names.index(name)}")
-            axes.text(ratio, y, f" {ratio:.2f}", va="center", fontsize=6)
+            # not crossed by the line at 1
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
+            axes.text(ratio + _LABEL_GAP, y, f"{ratio:.2f}", va="center", fontsize=6, bbox=box)
             y += 1
         y += 1
     axes.grid(False, axis="y")

@@ -1,6 +1,6 @@
 """Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
-python benchmarks/render_results.py            docs/api/<family>.md of every family, and docs/performance.md
+python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md and README.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
@@ -10,8 +10,10 @@ import argparse
 import functools
 import json
 import pathlib
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import attention_problem
@@ -20,11 +22,13 @@ import bench_csa
 import bench_paged_attention
 import bench_rotary
 import harness
+import peers
+import plots
 import runner
 from harness import Bar, Row
 
 DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
-PAGES_DIR, PERFORMANCE_PAGE = DOCS_DIR / "api", DOCS_DIR / "performance.md"
+PAGES_DIR, PERFORMANCE_PAGE, README = DOCS_DIR / "api", DOCS_DIR / "performance.md", DOCS_DIR.parent / "README.md"
 TITLES = {
     "csa": "CSA / HCA compressor",
     "rotary": "Rotary embedding",
@@ -37,7 +41,55 @@ HEADER, RULE = (
     ("case", "metric", "µs", "speed", "of ceiling", "beside it"),
     ("---", "---", "---:", "---:", "---:", "---"),
 )
+SUMMARY_HEADER = ("", "beside", "cases", "best", "median", "worst")
+SUMMARY_RULE = ("---", "---", "---:", "---:", "---:", "---:")
 TARGET_HEADER, TARGET_RULE = ("case", "metric", "µs", "target"), ("---", "---", "---:", "---")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases of one kind, and who does the same work: `peers`, or every library that was measured."""
+
+    title: str
+    family: str
+    metric: str
+    peers: tuple[str, ...] = ()
+    is_portable: bool = False  # for the instructions that every GPU has
+
+    def ratios(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str]]:
+        """Of each case our time over that of the fastest of them, and their names."""
+        worst, names = [], {}
+        for comparison in (comparison for report in reports for comparison in plots.comparisons(report)):
+            case, _, metric = comparison.case.rpartition(", ")
+            ratios = {name: x for name, x in comparison.ratios.items() if not self.peers or name in self.peers}
+            if ratios and metric == self.metric and case.endswith(" portable") is self.is_portable:
+                worst.append(max(ratios.values()))
+                # pages of another size do not make another library
+                names |= dict.fromkeys(name.partition(" page ")[0] for name in ratios)
+        return worst, list(names)
+
+
+GROUPS = (
+    Group("decode", "attention", "decode"),
+    Group("prefill, dense and ragged", "attention", "prefill"),
+    Group("prefill by `mma.sync`, as compiled for other GPUs", "attention", "prefill", (peers.FLASH_SDPA,), True),
+    Group("decode of pages, the others' keys mostly dense", "paged_attention", "decode"),
+    Group("prefill of pages", "paged_attention", "prefill"),
+    Group("rotary of q and k", "rotary", "rotate", (bench_rotary.PEER,)),
+    Group("compressor forward", "csa", "fwd", (bench_csa.PEER,)),
+    Group("compressor backward", "csa", "bwd", (bench_csa.PEER,)),
+)
+
+
+def render_summary(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and the worst."""
+    lines = []
+    for group in GROUPS:
+        ratios, names = group.ratios(reports[group.family])
+        if ratios:
+            extremes = (min(ratios), statistics.median(ratios), max(ratios))
+            lines.append((group.title, ", ".join(names), str(len(ratios)), *(f"{ratio:.2f}" for ratio in extremes)))
+    return _table(SUMMARY_HEADER, SUMMARY_RULE, *lines)
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
@@ -145,6 +197,7 @@ def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[path
     bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in TITLES}
     sections = (f"### {title}\n\n{render_targets(family, reports[family])}" for family, title in TITLES.items())
     bodies[PERFORMANCE_PAGE] = "\n\n".join(sections)
+    bodies[README] = render_summary(reports)
     return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}
 
 

@@ -67,6 +67,30 @@ def test_without_a_record_the_page_says_how_to_make_one():
     assert "benchmarks/bench_csa.py" in render_results.render("csa", [])
 
 
+def test_the_summary_has_the_best_the_middle_and_the_worst_case_of_each_group():
+    """Over the fastest other of each case; what is no other library, and what is for other GPUs, is not mixed in."""
+    row = {**REPORT["rows"][0], "metric": "prefill", "ours_us": 30.0}
+    cases = {
+        "a": {"torch cuDNN": 40.0, "flash-attn-4": 60.0},
+        "b": {"torch cuDNN": 25.0, "flash-attn-4": 50.0},
+        "c": {"flash-attn-4": 30.0},
+        "c portable": {"torch FA2": 15.0, "torch cuDNN": 10.0},
+        "alone": {},
+    }
+    pages = {"d page 16": {"flash-attn-4 page 16": 20.0, "ours dense": 10.0}}
+    reports = {
+        family: [{**REPORT, "rows": [{**row, "case": case, "peers_us": us} for case, us in of.items()]}]
+        for family, of in (("attention", cases), ("paged_attention", pages))
+    }
+    reports |= {"rotary": [], "csa": []}
+    lines = render_results.render_summary(reports).splitlines()[2:]
+    assert lines == [
+        "| prefill, dense and ragged | torch cuDNN, flash-attn-4 | 3 | 0.75 | 1.00 | 1.20 |",
+        "| prefill by `mma.sync`, as compiled for other GPUs | torch FA2 | 1 | 2.00 | 2.00 | 2.00 |",
+        "| prefill of pages | flash-attn-4 | 1 | 1.50 | 1.50 | 1.50 |",
+    ]
+
+
 def test_a_target_is_shown_met_missed_or_not_measured():
     """A miss stands out; a peer that was not there is not taken for one that was beaten."""
     rows = [
@@ -103,8 +127,9 @@ def test_every_committed_row_has_its_target(record):
 
 
 def test_every_page_with_a_section_is_rendered():
-    docs = BENCHMARKS.parent / "docs"
-    with_section = {page for page in docs.glob("**/*.md") if render_results.BEGIN in page.read_text()}
+    root = BENCHMARKS.parent
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
+    with_section = {page for page in pages if render_results.BEGIN in page.read_text()}
     assert with_section == set(render_results.rendered_pages())
 
 

@@ -1,0 +1,193 @@
+"""What a wrapper hands to the compiled entry when it serves a call from memory: what it hands over when it does all its work. No GPU: the entry is
+a stub, and CPU tensors pass for those of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._C._dynamo.guards import _empty_strided_cpu
+
+import cuteforge as cf
+from cuteforge import api_base, known_calls, op_cache
+from cuteforge.csa.compressor import api as csa_api
+from cuteforge.gqa import op as gqa_op
+from cuteforge.gqa import wrapper as gqa_wrapper
+from cuteforge.runtime import env
+from cuteforge.runtime.arch import resolve_arch
+from cuteforge.runtime.lru import LRU
+from cuteforge.tensor_spec import TensorSpec
+
+BF16, I32 = torch.bfloat16, torch.int32
+D = 64
+
+
+class Kernel:
+    """A loaded kernel whose launches are in a list that all share."""
+
+    def __init__(self, key, launches):
+        self.key, self.origin = key, "memory"
+        self.entry = lambda *args: launches.append(args)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Arguments of every entry that was called."""
+    launched = []
+    # ops of one test launch into its list
+    monkeypatch.setattr(op_cache, "_ops", LRU(env.cache_size))
+    monkeypatch.setattr(api_base, "load_kernel", lambda key: Kernel(key, launched))
+    monkeypatch.setattr(api_base, "raw_stream", lambda device: 77)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sm_90a = resolve_arch("sm_90a", None)
+    for module in (api_base, csa_api, gqa_op, gqa_wrapper):
+        monkeypatch.setattr(module, "resolve_arch", lambda name, index: sm_90a)
+    monkeypatch.setattr(csa_api.CSACompressorBackward, "_check_workspace", lambda *args: None)
+    of, written_out = TensorSpec.of, known_calls._written_out
+    monkeypatch.setattr(TensorSpec, "of", lambda x, name: replace(of(x, name), device="cuda:0"))
+
+    def without_index(op, *args):
+        # the GPU of a CPU tensor has no index
+        op._compiled.scalars.setdefault(None, op._compiled.scalars[0])
+        return written_out(op, *args)
+
+    monkeypatch.setattr(known_calls, "_written_out", without_index)
+    monkeypatch.setattr(known_calls, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
+    monkeypatch.setattr(known_calls, "current_device", lambda: None)
+    known_calls.forget()
+    yield launched
+    known_calls.forget()
+
+
+def floats(*shape):
+    return torch.zeros(*shape, dtype=BF16)
+
+
+def ints(*shape):
+    return torch.zeros(*shape, dtype=I32)
+
+
+def lookup(*tokens):
+    return {"cos": torch.zeros(128, D // 2), "sin": torch.zeros(128, D // 2), "positions": ints(*tokens)}
+
+
+def by_token(*tokens):
+    return {"freqs_cis": torch.zeros(*tokens, D // 2, 2)}
+
+
+def rotary(table, where):
+    """Of n tokens."""
+
+    def draw(n):
+        q, k = floats(n, 4, D), floats(n, 2, D)
+        places = {
+            "new": {},
+            "in place": {"q_out": q, "k_out": k},
+            "given": {"q_out": floats(n, 4, D), "k_out": floats(n, 2, D)},
+            "one given": {"k_out": floats(n, 2, D)},
+        }
+        return {"q": q, "k": k, **table(n), **places[where]}
+
+    return cf.rotary_qk_wrapper, draw
+
+
+def compressor(n, **more):
+    return {
+        "kv": floats(n, 2 * D), "score": floats(n, 2 * D), "ape": torch.zeros(4, 2 * D), "cu_seqlens": ints(3), "cu_seqlens_comp": ints(3), **more,
+    }  # fmt: skip
+
+
+def forward(**tensors):
+    return cf.csa_compressor_forward_wrapper(**tensors, ratio=4, head_dim=D, coff=2, total_comp=5)
+
+
+def backward(**tensors):
+    return cf.csa_compressor_backward_wrapper(**tensors, ratio=4, head_dim=D, coff=2)
+
+
+def heads(n, **more):
+    return {"q": floats(2, 1, 8, D), "k": floats(2, n, 2, D), "v": floats(2, n, 2, D), **more}
+
+
+def decode(**tensors):
+    return cf.gqa_decode_wrapper(**tensors, return_lse=True, softmax_scale=0.5)
+
+
+def packed_prefill(**tensors):
+    return cf.gqa_prefill_wrapper(**tensors, causal=True, window=(5, None), softcap=3.0, return_lse=True)
+
+
+def pages(n):
+    return {
+        "q": floats(2, 8, D), "k_cache": floats(9, 16, 2, D), "v_cache": floats(9, 16, 2, D), "page_table": ints(2, 4), "seqlens_k": ints(2),
+        "new_k": floats(2, 2, D), "new_v": floats(2, 2, D), "sinks": torch.zeros(8),
+    }  # fmt: skip
+
+
+CASES = {
+    **{
+        f"rotary, {table.__name__}, {where}": rotary(table, where)
+        for table in (lookup, by_token)
+        for where in ("new", "in place", "given", "one given")
+    },
+    "rotary of one": (cf.rotary_wrapper, lambda n: {"x": floats(n, 3, 4, D), **by_token(n, 3), "inverse": True}),
+    "compressor forward": (forward, compressor),
+    "compressor backward": (backward, lambda n: compressor(n, grad_out=floats(5, D))),
+    "decode": (decode, heads),
+    "decode, lengths and a mask": (
+        decode,
+        lambda n: heads(n, seqlens_k=ints(2), mask=torch.ones(2, n, dtype=torch.bool)),
+    ),
+    "prefill, packed, options": (
+        packed_prefill,
+        lambda n: {
+            "q": floats(n, 8, D), "k": floats(n, 2, D), "v": floats(n, 2, D), "cu_seqlens_q": ints(4), "cu_seqlens_k": ints(4),
+            "sinks": torch.zeros(8),
+        },
+    ),
+    "decode of pages, appending": (cf.paged_gqa_decode_wrapper, pages),
+}  # fmt: skip
+
+
+def described(args, tensors):
+    """Which of the call's tensors each argument is, the kind of one that was allocated, or the number."""
+    addresses = {x.data_ptr(): name for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+
+    def of(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return addresses.get(x.data_ptr(), "new"), x.shape, x.stride(), x.dtype
+
+    return [of(x) for x in args]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_served_call_hands_over_what_any_call_does(case, launches, monkeypatch):
+    wrapper, draw = CASES[case]
+    served, serve = [], known_calls.serve
+    monkeypatch.setattr(known_calls, "serve", lambda *args: served.append(result := serve(*args)) or result)
+    wrapper(**draw(24))
+    assert served == [None] and len(launches) == 1
+    for n in (24, 31):
+        tensors = draw(n)
+        versions = {name: x._version for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+        launches.clear()
+        got = wrapper(**tensors)
+        assert served[-1] is not None
+        counted = {name: tensors[name]._version - version for name, version in versions.items()}
+        known_calls.forget()
+        want = wrapper(**tensors)
+        quick, slow = (described(args, tensors) for args in launches)
+        assert quick == slow
+        # written once by each, and counted
+        assert counted == {name: tensors[name]._version - version - counted[name] for name, version in versions.items()}
+        assert list(got) and got.keys() == want.keys()
+        for name, x in want.items():
+            y = got[name]
+            assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
+            given = any(x is tensor for tensor in tensors.values())
+            assert (y is x) is given
+        wrapper(**draw(24))

@@ -54,10 +54,9 @@ def source_of(positions: str, vectors: str) -> str:
     parts = []
     for first, last in CUTS:
         start = positions.rindex("template <", 0, positions.index(first))
-        end = positions.index(last, start)
-        # a comment before what follows is cut off with it
-        end = max(positions.rfind("\n}\n", start, end) + 3, start)
-        parts.append(positions[start:end])
+        # up to the end of a function: a comment that precedes what follows is not taken along
+        end = positions.rindex("\n}\n", start, positions.index(last, start))
+        parts.append(positions[start:end] + "\n}\n")
     return f"{PREAMBLE}{vectors}\nnamespace flashinfer {{\n{OFFSET}{''.join(parts)}}}\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,28 +16,13 @@ from cuteforge.api_base import APIBase, TupleDict
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Operand, Signature, TensorSpec
-
-STREAM = 77
+from helpers.stub_gpu import STREAM, StubKernel, pass_for_gpu, pass_for_gpu_in_tables
 
 
 @dataclass(frozen=True)
 class Traits:
     head_dim: int
     scale_by_two: bool
-
-
-class FakeKernel:
-    """Stands in for a compiled kernel: records launches, or refuses as a compiled entry would."""
-
-    def __init__(self, key: KernelKey):
-        self.key = key
-        self.launches: list[tuple] = []
-        self.refuses: Exception | None = None
-
-    def entry(self, *args) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-        self.launches.append(args)
 
 
 class Scale(APIBase):
@@ -81,10 +66,10 @@ def cpu_operands(tokens=8, d=64) -> tuple:
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> dict[KernelKey, FakeKernel]:
+def kernels(monkeypatch) -> dict[KernelKey, StubKernel]:
     """Kernels by key, made on demand in place of compiled ones."""
-    loaded: dict[KernelKey, FakeKernel] = {}
-    monkeypatch.setattr(api_base, "load_kernel", lambda key: loaded.setdefault(key, FakeKernel(key)))
+    loaded: dict[KernelKey, StubKernel] = {}
+    monkeypatch.setattr(api_base, "load_kernel", lambda key: loaded.setdefault(key, StubKernel(key)))
     monkeypatch.delenv("CUTEFORGE_ARCH", raising=False)
     return loaded
 
@@ -92,20 +77,13 @@ def kernels(monkeypatch) -> dict[KernelKey, FakeKernel]:
 @pytest.fixture
 def gpu(monkeypatch) -> None:
     """CPU tensors pass for those of an sm_90 GPU: only the compiled entry, absent here, would notice."""
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(api_base, "raw_stream", lambda device: STREAM)
+    pass_for_gpu(monkeypatch)
 
 
 @pytest.fixture
 def cuda_metadata(monkeypatch) -> None:
     """The validation table, too, takes CPU tensors for those of a GPU."""
-    metadata = TensorSpec.of
-
-    def on_gpu(x, name):
-        return replace(metadata(x, name), device="cuda:0")
-
-    monkeypatch.setattr(TensorSpec, "of", on_gpu)
+    pass_for_gpu_in_tables(monkeypatch)
 
 
 @pytest.fixture
@@ -116,7 +94,7 @@ def table_passes(monkeypatch) -> list:
     return calls
 
 
-def compiled_scale(kernels) -> tuple[Scale, FakeKernel]:
+def compiled_scale(kernels) -> tuple[Scale, StubKernel]:
     op = Scale(*spec_samples()).compile("sm_90a")
     return op, next(iter(kernels.values()))
 

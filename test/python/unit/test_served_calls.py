@@ -3,8 +3,6 @@ a stub, and CPU tensors pass for those of a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
@@ -17,18 +15,10 @@ from cuteforge.gqa import wrapper as gqa_wrapper
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.lru import LRU
-from cuteforge.tensor_spec import TensorSpec
+from helpers.stub_gpu import StubKernel, pass_for_gpu, pass_for_gpu_in_tables
 
 BF16, I32 = torch.bfloat16, torch.int32
 D = 64
-
-
-class Kernel:
-    """A loaded kernel whose launches are in a list that all share."""
-
-    def __init__(self, key, launches):
-        self.key, self.origin = key, "memory"
-        self.entry = lambda *args: launches.append(args)
 
 
 @pytest.fixture
@@ -37,17 +27,15 @@ def launches(monkeypatch):
     launched = []
     # ops of one test launch into its list
     monkeypatch.setattr(op_cache, "_ops", LRU(env.cache_size))
-    monkeypatch.setattr(api_base, "load_kernel", lambda key: Kernel(key, launched))
-    monkeypatch.setattr(api_base, "raw_stream", lambda device: 77)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    monkeypatch.setattr(api_base, "load_kernel", lambda key: StubKernel(key, launched))
+    pass_for_gpu(monkeypatch)
+    pass_for_gpu_in_tables(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     sm_90a = resolve_arch("sm_90a", None)
     for module in (api_base, csa_api, gqa_op, gqa_wrapper):
         monkeypatch.setattr(module, "resolve_arch", lambda name, index: sm_90a)
     monkeypatch.setattr(csa_api.CSACompressorBackward, "_check_workspace", lambda *args: None)
-    of, written_out = TensorSpec.of, known_calls._written_out
-    monkeypatch.setattr(TensorSpec, "of", lambda x, name: replace(of(x, name), device="cuda:0"))
+    written_out = known_calls._written_out
 
     def without_index(op, *args):
         # the GPU of a CPU tensor has no index

@@ -22,14 +22,12 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def store(cache, tmp_path):
+def store(cache):
     """A function that makes an entry, used so many days ago."""
-    file = tmp_path / "kernel.o"
-    file.write_bytes(b"code" * 256)
 
     def make(builder: str, arch: str = "sm_90a", days: float = 0) -> disk_cache.Entry:
         key = {"builder": builder, "arch": arch, "traits": f"Traits(dims=[{days}])"}
-        entry = cache.store(key, "symbol", [file])
+        entry = cache.store(key, "symbol", {"kernel.o": b"code" * 256})
         used_at = time.time() - days * DAY_S
         os.utime(entry.path, (used_at, used_at))
         return entry
@@ -93,7 +91,7 @@ def test_clear_without_options_removes_unreadable_entries_too(store, cache):
 
 def test_clear_names_what_it_could_not_remove(store, monkeypatch, capsys):
     entry = store("mine:build")
-    monkeypatch.setattr(disk_cache.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(disk_cache.DiskCache, "_discard", lambda self, path: False)
     assert main(["cache", "clear"]) == 1
     assert f"could not be removed: {entry.path}" in capsys.readouterr().out
 

@@ -78,7 +78,8 @@ def test_two_processes_fill_the_cache_and_a_second_run_finds_it_full(cache, conf
 def test_what_no_kernel_serves_is_a_row_and_the_rest_is_compiled(config, capfd, monkeypatch):
     """In this process: its table needs no compiler."""
     monkeypatch.setattr(warmup, "compile_all", lambda jobs, n: map(warmup.compile_job, jobs))
-    monkeypatch.setattr(compile_cache, "_compile_and_load", lambda *_: None)
+    monkeypatch.setattr(compile_cache, "_compile", lambda *_: ("entry", {"kernel.o": b"code"}))
+    monkeypatch.setattr(compile_cache, "_load_contents", lambda *_: None)
     assert main(["warmup", "--arch", "sm_90a", "--config", config([TOO_WIDE, ROTARY])]) == 1
     text = capfd.readouterr().out
     assert "FAILED: q: the kernel serves" in rows_of(text, "512")[0]
@@ -89,7 +90,7 @@ def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch):
     def fail(*_):
         raise RuntimeError("registers spilled")
 
-    monkeypatch.setattr(compile_cache, "_compile_and_load", fail)
+    monkeypatch.setattr(compile_cache, "_compile", fail)
     job = warmup.Job(Configuration("rotary", "halves", {"head_dim": 72, "dtype": "float32"}), "sm_90a", "cuda:0")
     outcome = warmup.compile_job(job)
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: registers spilled")
@@ -97,7 +98,7 @@ def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch):
 
 def test_a_process_that_dies_fails_its_jobs_only_by_name(monkeypatch):
     class DeadPool:
-        def __init__(self, *_, mp_context):
+        def __init__(self, *_, mp_context, **options):
             assert mp_context.get_start_method() == "spawn"
 
         def submit(self, function, job):
@@ -178,7 +179,7 @@ def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(warmup.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(warmup.torch.cuda, "is_available", lambda: False)
     assert main(["warmup"]) == 1
-    assert "arch: no GPU here" in capsys.readouterr().err
+    assert "cuteforge: --arch: no GPU here to take it from; give --arch sm_90a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_file_that_is_no_json_or_not_there_is_refused(compile_nothing, tmp_pat
 
 def test_a_file_and_options_of_the_presets_exclude_each_other(compile_nothing, tmp_path, config):
     config([ROTARY])
-    with pytest.raises(ContractError, match="config: wanted no family, head dim or dtype beside it"):
+    with pytest.raises(ContractError, match="--config: wanted no --family, --head-dim or --dtype beside it"):
         warmup.run(arch=["sm_90a"], config=tmp_path / "config.json", head_dim=[64])
 
 

@@ -6,6 +6,7 @@ There is no GPU here. A loaded entry is known to be one by its own argument chec
 import gc
 import json
 import os
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def is_entry(function) -> bool:
 
 def counts():
     now = stats()
+    assert now.not_stored == ()
     return now.hits, now.disk_hits, now.compiles, now.size
 
 
@@ -121,8 +123,10 @@ def test_unusable_directory_means_one_warning_and_memory_only(root, monkeypatch,
 def test_nothing_is_left_in_the_temporary_directory(tmp_path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(compile_cache.tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     load_kernel(tiny_key(num_threads=31))
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "0")
+    load_kernel(tiny_key(num_threads=30))
     assert list(scratch.iterdir()) == []
 
 
@@ -158,10 +162,10 @@ def test_damaged_entry_is_rebuilt(root, damage):
     assert load_kernel(tiny_key()).origin == "disk"
 
 
-def test_intact_files_that_do_not_load_are_compiled_again(root, tmp_path, caplog, monkeypatch):
+def test_intact_files_that_do_not_load_are_compiled_again(root, caplog):
     key = tiny_key(num_threads=34)
-    (tmp_path / "kernel.o").write_bytes(b"garbage, faithfully recorded")
-    DiskCache(root).store(compile_cache._facts(key.identity), "tiny_scale", [tmp_path / "kernel.o"])
+    garbage = {"kernel.o": b"garbage, faithfully recorded"}
+    DiskCache(root).store(compile_cache._facts(key.identity), "tiny_scale", garbage)
     kernel = load_kernel(key)
     assert kernel.origin == "compiled"
     assert is_entry(kernel.entry)

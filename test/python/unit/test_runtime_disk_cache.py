@@ -5,10 +5,13 @@ import json
 import logging
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cuteforge.errors import ContractError
 from cuteforge.runtime import disk_cache, scratch
 from cuteforge.runtime.disk_cache import DiskCache, default_root, open_disk_cache, read_source_digest, source_digest
 
@@ -82,10 +85,16 @@ def flip(path):
     path.write_bytes(content)
 
 
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def edit_key(path):
-    manifest = json.loads(path.read_text())
-    manifest["key"]["traits"] = "Traits(d=3)"
-    path.write_text(json.dumps(manifest))
+    edit(path, key={**KEY, "traits": "Traits(d=3)"})
+
+
+def nested(depth):
+    return '{"k":' * depth + "1" + "}" * depth
 
 
 DAMAGE = {
@@ -103,6 +112,18 @@ DAMAGE = {
         lambda path: path.write_text(json.dumps({"key": KEY, "symbol": "entry", "files": {"../x.so": "0"}})),
     ),
     "json missing": ("entry.json", os.unlink),
+    "json nested too deep": ("entry.json", lambda path: path.write_text("[" * 200_000)),
+    "json with a key nested too deep": (
+        "entry.json",
+        lambda path: path.write_text(f'{{"symbol": "e", "files": {{"a": "0"}}, "key": {nested(900)}}}'),
+    ),
+    "json with a NUL in a name": ("entry.json", lambda path: edit(path, files={"kernel\0.o": "0"})),
+    "json with a NUL in the symbol": ("entry.json", lambda path: edit(path, symbol="entry\0")),
+    "json with half a character in the symbol": ("entry.json", lambda path: edit(path, symbol="\ud800")),
+    "json without files": ("entry.json", lambda path: edit(path, files={})),
+    "json with other digests": ("entry.json", lambda path: edit(path, files={"kernel.o": 5})),
+    "json with a directory": ("entry.json", lambda path: edit(path, files={".": "0"})),
+    "json with a key that is a list": ("entry.json", lambda path: edit(path, key=[1])),
     "key of another kernel": ("entry.json", edit_key),
     "json writable by others": ("entry.json", lambda path: path.chmod(0o602)),
     "directory writable by others": (".", lambda path: path.chmod(0o770)),
@@ -288,6 +309,74 @@ def test_lock_is_released_although_a_forked_child_holds_the_file(root):
     assert handle is not None
     for descriptor in (handle, wait, wake):
         os.close(descriptor)
+
+
+def test_clearing_beside_writers_fails_nobody(root, files, caplog):
+    """Writers store, readers find all of an entry or nothing, and every removal counts as one."""
+    cache, stop = DiskCache(root), threading.Event()
+    keys = [{**KEY, "traits": str(i)} for i in range(3)]
+
+    def clear():
+        while not stop.is_set():
+            cache.remove(cache.paths()) and failures.append("left")
+
+    def write(key):
+        for i in range(150):
+            cache.store(key, "entry", files, replace=i % 2 == 0)
+
+    failures = []
+    clearers = [threading.Thread(target=clear) for _ in range(2)]
+    with ThreadPoolExecutor(6) as pool:
+        for thread in clearers:
+            thread.start()
+        list(pool.map(write, keys * 2))
+        stop.set()
+    for thread in clearers:
+        thread.join()
+    assert (failures, warnings(caplog)) == ([], [])
+    assert all(cache.store(key, "entry", files) for key in keys)
+    assert cache.verify() == []
+
+
+def test_an_entry_in_the_way_that_is_gone_a_moment_later_is_no_failure(root, files, caplog, monkeypatch):
+    """As when another process clears the cache between the two looks: Errno 39 for a directory that is not there."""
+    cache, rename, refusals = DiskCache(root), os.rename, iter([errno.ENOTEMPTY, errno.EEXIST])
+
+    def refuse_first(source, target):
+        refusal = next(refusals, None) if len(os.path.basename(target)) == 64 else None
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_first)
+    assert cache.store(KEY, "entry", files) is not None
+    assert warnings(caplog) == []
+
+
+def test_a_full_disk_can_be_cleared(root, files, monkeypatch):
+    cache = DiskCache(root)
+    cache.store(KEY, "entry", files)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scratch.tempfile, "mkdtemp", full)
+    assert cache.clear() == 1
+    assert cache.paths() == []
+
+
+def test_a_kernel_larger_than_the_bound_is_stored_alone(root, files, monkeypatch):
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE_SIZE", "100")
+    cache = DiskCache(root)
+    assert cache.store(KEY, "entry", files) is not None
+    assert cache.store(OTHER, "entry", files) is not None
+    assert [entry.key for entry in cache.ls()] == [OTHER]
+
+
+def test_a_bound_that_makes_no_sense_is_refused_before_anything_is_stored(root, monkeypatch):
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE_SIZE", "plenty")
+    with pytest.raises(ContractError, match="CUTEFORGE_DISK_CACHE_SIZE: wanted a size such as 500M or 4GiB"):
+        DiskCache(root)
 
 
 def test_where_locks_do_not_exist_work_goes_on(root, files, monkeypatch):

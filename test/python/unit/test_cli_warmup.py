@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +20,7 @@ from cuteforge.cli.attention import MANY_TOKENS
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch, compile_cache, disk_cache
+from helpers import process
 
 ROTARY = {"family": "rotary", "op": "halves", "head_dim": 64, "dtype": "bfloat16"}
 MERGE = {"family": "attention", "op": "merge", "head_dim": 64, "dtype": "float16"}
@@ -94,6 +101,85 @@ def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch):
     job = warmup.Job(Configuration("rotary", "halves", {"head_dim": 72, "dtype": "float32"}), "sm_90a", "cuda:0")
     outcome = warmup.compile_job(job)
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: registers spilled")
+
+
+def test_what_could_not_be_stored_is_a_row_with_the_reason_and_status_1(config, capfd, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(warmup, "compile_all", lambda jobs, n: map(warmup.compile_job, jobs))
+    monkeypatch.setattr(compile_cache, "_compile", lambda *_: ("entry", {"kernel.o": b"code"}))
+    monkeypatch.setattr(compile_cache, "_load_contents", lambda *_: None)
+    monkeypatch.setattr(disk_cache.scratch.tempfile, "mkdtemp", full)
+    assert main(["warmup", "--arch", "sm_90a", "--config", config([ROTARY])]) == 1
+    text = capfd.readouterr().out
+    assert "0 compiled, 0 already there, 0 failed, 1 not stored" in text
+    assert "NOT STORED: [Errno 28] No space left on device" in text
+
+
+def run_warmup(config: str, cache) -> subprocess.Popen:
+    options = ["--arch", "sm_90a", "--jobs", "2", "--config", config]
+    code = (
+        f"from cuteforge.__main__ import main\nif __name__ == '__main__':\n    exit(main(['warmup', *{options!r}]))\n"
+    )
+    return process.start(code, CUTEFORGE_CACHE_DIR=cache)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+@pytest.mark.parametrize("options", ["size=16k", "ro"])
+def test_a_disk_that_is_full_or_read_only_is_status_1(tmp_path, config, options):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"{options},mode=755", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no mounts here: {mounted.stderr.decode().strip()}")
+    try:
+        started = run_warmup(config([ROTARY]), disk)
+        out, err = started.communicate(timeout=180)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert started.returncode == 1, out + err
+    assert "0 compiled, 0 already there, 0 failed, 1 not stored" in out
+    assert ("No space left on device" in out) if "size" in options else ("is read-only for this user" in out)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid` now."""
+    children = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children |= {int(child) for child in path.read_text().split()}
+    return children.union(*map(descendants, children))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
+def test_workers_end_with_warmup_however_it_ends(tmp_path, config, sent, status):
+    """And leave its output: a pipe that they held would keep its reader waiting."""
+    many = [{**ROTARY, "head_dim": 16 * i} for i in range(2, 17)]
+    started = run_warmup(config(many), tmp_path / "cache")
+    deadline = time.monotonic() + 120
+    # Three: two workers, and the tracker of the multiprocessing module.
+    while len(workers := descendants(started.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) >= 3
+    time.sleep(1)
+    started.send_signal(sent)
+    out, err = started.communicate(timeout=20)
+    assert started.returncode == status, out + err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
 
 
 def test_a_process_that_dies_fails_its_jobs_only_by_name(monkeypatch):

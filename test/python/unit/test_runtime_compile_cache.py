@@ -206,7 +206,7 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path, mo
     leave("cuteforge-inuse_01")
     leave("cuteforge-young_01", age_s=60)
     leave("cuteforge-mywork_1", content="notes.txt")
-    leave("cuteforge-checkout")
+    leave("cuteforge-checkout", content="setup.py")
     leave("cuteforge-0.1.0")
     with scratch._locked(tmp_path / "cuteforge-inuse_01"):
         scratch.remove_leftovers()

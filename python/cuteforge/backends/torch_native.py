@@ -94,7 +94,8 @@ def _with_graph(stored: torch.Tensor, new: torch.Tensor, request: torch.Tensor, 
 def _padded_length(lens: torch.Tensor, most: int) -> int:
     if not lens.numel() or (lens.is_cuda and is_capturing()):
         return most if lens.numel() else 0
-    return min(int(lens.max()), most)
+    # Of requests without a token too there is a key to mask, so that the result has the graph of k and v.
+    return min(max(int(lens.max()), 1), most)
 
 
 def _check_scale(scale: Any) -> None:

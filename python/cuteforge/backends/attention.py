@@ -61,7 +61,7 @@ def attention(
 
     Returns:
         ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0. Calls that need a gradient are
-        served by a backend that has one; a cache keeps none.
+        served by a backend that has one. Over a cache it reaches q and the new tokens' k and v; what was stored by earlier calls is constant.
 
     Numerics: those of the backend; at least fp32 sums and one rounding of the result.
 

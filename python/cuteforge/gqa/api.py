@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import Problem, Traits, select_decode
 from cuteforge.gqa.op import AttentionOp
-from cuteforge.gqa.options import Window
+from cuteforge.gqa.options import Window, checked_splits
 from cuteforge.runtime.arch import Arch
 from cuteforge.tensor_spec import Dims
 
@@ -20,7 +19,7 @@ class _Decode(AttentionOp):
     """A few query tokens for many keys, which several CTAs share."""
 
     def __init__(self, num_splits: int | None, *options: Any, **samples: Any) -> None:
-        self.num_splits = _splits(num_splits)
+        self.num_splits = checked_splits(num_splits)
         super().__init__(*options, **samples)
 
     @property
@@ -208,9 +207,3 @@ class PagedGQAPrefill(_Paged, AttentionOp):
 def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
     """Query rows that read one KV head: the heads of its group times the tokens."""
     return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
-
-
-def _splits(value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
-        raise ContractError(f"num_splits: wanted None or an int of 1 or more, got {value!r}")
-    return None if value is None else int(value)

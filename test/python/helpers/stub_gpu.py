@@ -20,14 +20,14 @@ from cuteforge.runtime.lru import LRU
 from cuteforge.tensor_spec import TensorSpec
 
 STREAM = 77
+# Raises for the arguments of a launch that an entry of that key refuses.
+Check = Callable[[KernelKey, tuple], None]
 
 
 class StubKernel:
     """Stands in for a loaded kernel: notes launches, or refuses as a compiled entry would."""
 
-    def __init__(
-        self, key: KernelKey, launches: list[tuple] | None = None, check: Callable[[tuple], None] | None = None
-    ):
+    def __init__(self, key: KernelKey, launches: list[tuple] | None = None, check: Check | None = None):
         self.key = key
         self.launches: list[tuple] = [] if launches is None else launches
         self.refuses: Exception | None = None
@@ -37,7 +37,7 @@ class StubKernel:
         if self.refuses is not None:
             raise self.refuses
         if self._check is not None:
-            self._check(args)
+            self._check(self.key, args)
         self.launches.append(args)
 
 
@@ -54,14 +54,16 @@ def pass_for_gpu_in_tables(monkeypatch) -> None:
     monkeypatch.setattr(TensorSpec, "of", lambda x, name: replace(metadata(x, name), device="cuda:0"))
 
 
-def refuse_what_wrappers_copy(args: tuple) -> None:
-    """As a compiled entry: of layouts and indices that it does not read."""
+def refuse_what_wrappers_copy(key: KernelKey, args: tuple) -> None:
+    """As a compiled entry: of layouts and indices that it does not read. Rotary reads int64 positions."""
+    reads_int64 = "rotary" in key.builder
     for x in args:
-        if isinstance(x, torch.Tensor) and (not x.is_contiguous() or x.data_ptr() % 16 or x.dtype == torch.int64):
-            raise ValueError("refused")
+        if isinstance(x, torch.Tensor):
+            if not x.is_contiguous() or x.data_ptr() % 16 or (x.dtype == torch.int64 and not reads_int64):
+                raise ValueError("refused")
 
 
-def stub_wrappers(monkeypatch, check: Callable[[tuple], None] | None = None) -> Iterator[list[tuple]]:
+def stub_wrappers(monkeypatch, check: Check | None = None) -> Iterator[list[tuple]]:
     """For a fixture: wrappers run on CPU tensors. Yields the arguments of every entry that is called.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from typing import Any
@@ -41,10 +42,13 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
     """
     if value is None and or_none:
         return None
-    is_symbol = type(value).__name__ == "SymInt"
-    is_integer = is_symbol or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
-    if is_integer and (least is None or value >= least) and (is_symbol or value <= most):
-        return value if is_symbol else int(value)
+    if type(value).__name__ == "SymInt":
+        if least is None or value >= least:
+            return value
+    elif isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        as_int = int(value)
+        if as_int <= most and (least is None or as_int >= least):
+            return as_int
     wanted = "" if least is None else f" of {least} or more" if most == MOST else f" from {least} to {most}"
     raise ContractError(f"{name}: wanted {'None or ' * or_none}an int{wanted}, got {described(value)}")
 
@@ -62,9 +66,13 @@ def number(name: str, value: Any) -> float:
     """
     if type(value) is float and -_MOST_FP32 <= value <= _MOST_FP32:
         return value  # 0.3 us less, for a scale that is given at every launch
-    if not is_finite(value) or not -_MOST_FP32 <= value <= _MOST_FP32:
-        raise ContractError(f"{name}: wanted a finite number, got {described(value)}")
-    return float(value)
+    as_float = math.inf
+    if is_finite(value):
+        with contextlib.suppress(OverflowError):  # an int may be larger than any float
+            as_float = float(value)
+    if -_MOST_FP32 <= as_float <= _MOST_FP32:
+        return as_float
+    raise ContractError(f"{name}: wanted a finite number, got {described(value)}")
 
 
 def described(value: Any) -> str:

@@ -106,7 +106,8 @@ class GQAPrefill(AttentionOp):
         tensors |= {"seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
         super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
             if name not in given and other in given:
                 raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
@@ -121,7 +122,8 @@ class GQAPrefill(AttentionOp):
 class _Paged:
     """What the paged ops share."""
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         if ("seqlens_k" in given) == ("kv_indptr" in given):
             problem = (
                 "a tensor, or else kv_indptr, got neither"

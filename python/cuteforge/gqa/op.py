@@ -99,11 +99,12 @@ class AttentionOp(APIBase):
         self._arrange = Arrangement(self.signature.names)
         self._takes_workspace = self._splits
         # of a head dim of 0 the table says what is wrong
-        usual = max(self.samples["q"].shape[-1], 1) ** -0.5
+        usual = max((1, *self.samples["q"].shape)[-1], 1) ** -0.5
         self._usual_scale = usual if self.softmax_scale is None else self.softmax_scale
         self._shapes = ShapeCheck(self.signature.names)
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         """Refuse operands that need one another, or exclude one another."""
 
     def _layouts(self, ranks: Mapping[str, int], given: Mapping[str, Any]) -> tuple[str, str]:

@@ -189,9 +189,9 @@ def _attend(
         if results is not None:
             return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
     tensors = dict(zip(_INPUTS[op], inputs))
-    check_queries(tensors, op)
     given = {name: x for name, x in tensors.items() if x is not None}
     _check_tensors(given if out is None else {**given, "out": out})
+    check_queries(tensors, op)
     config, return_lse, softmax_scale = (
         _checked_options(options),
         flag("return_lse", return_lse),
@@ -354,11 +354,14 @@ def check_queries(tensors: Tensors, op: type) -> None:
     for name in op._REQUIRED[:-1]:
         if not isinstance(tensors[name], _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensors[name])}")
+    op._check_presence({name: x for name, x in tensors.items() if x is not None})
     is_packed = op is PagedGQAPrefill or tensors.get("cu_seqlens_q") is not None
     shapes = _PACKED_QUERIES if is_packed else _QUERIES[op]
     rank = tensors["q"].dim()
     if rank not in shapes:
         raise ContractError(f"q: wanted shape {' or '.join(shapes.values())}, got {rank} dims")
+    if is_packed and tensors["cu_seqlens_q"].dim() != 1:
+        raise ContractError(f"cu_seqlens_q: wanted shape (B+1), got {tensors['cu_seqlens_q'].dim()} dims")
     ranks = (3, 4) if "k_cache" in tensors else (rank,)
     for name in op._REQUIRED[1:3]:
         if tensors[name].dim() not in ranks:

@@ -172,6 +172,8 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
             name = next(n for n, t in zip(_ANGLE_NAMES[len(angles)], angles) if t is tensor)
             raise ContractError(f"{name}: wanted a tensor, got {kind_of(tensor)}")
     if freqs_cis is None:
+        if cos.dim() != 2:
+            raise ContractError(f"cos: wanted shape (max_pos, rotary_dim/2), got {tuple(cos.shape)}")
         return angles
     if positions is not None:
         raise positions_not_wanted(positions)

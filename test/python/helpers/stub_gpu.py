@@ -112,6 +112,8 @@ def stub_streams(monkeypatch) -> Callable[[], int]:
         handles.pop()
 
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(api_base, "raw_stream", lambda device: handles[-1])

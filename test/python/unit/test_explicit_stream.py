@@ -102,7 +102,7 @@ CASES = {
     "rotary of one": (cf.rotary_wrapper, lambda: {"x": apart(5, 4, D), "freqs_cis": torch.zeros(5, D // 2, 2)}, {}),
     "compressor": (cf.csa_compressor_forward_wrapper, pooled, {**POOLING, "total_comp": 5}),
     "compressor backward": (cf.csa_compressor_backward_wrapper, lambda: pooled(grad_out=apart(5, D)), POOLING),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,12 +70,7 @@ class _Compressor(APIBase):
         return {"ratio": self.ratio, "coff": self.coff}
 
     def check_support(self) -> bool:
-        if self.coff not in (1, 2):
-            raise ContractError(f"coff: wanted 1 or 2, got {self.coff}")
-        if self.ratio < 1:
-            raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {self.ratio}")
-        if self.ratio > MAX_RATIO:
-            raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {self.ratio}")
+        check_window(self.ratio, self.coff)
         return super().check_support()
 
     def _check_relations(self, dims: Dims) -> None:
@@ -257,6 +252,23 @@ class CSACompressorBackward(_Compressor):
         if not fits or workspace.device.index != device_index:
             got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
             raise ContractError(f"workspace: wanted {wanted}, got {got}")
+
+
+def check_window(ratio: Any, coff: Any) -> tuple[int, int]:
+    """Both as ints.
+
+    Raises:
+        ContractError: no ints, or no window.
+        UnsupportedError: a window that is too long.
+    """
+    ratio, coff = integer("ratio", ratio), integer("coff", coff)
+    if coff not in (1, 2):
+        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
+    if ratio < 1:
+        raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {ratio}")
+    if ratio > MAX_RATIO:
+        raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {ratio}")
+    return ratio, coff
 
 
 def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_tokens: int, ratio: int) -> None:

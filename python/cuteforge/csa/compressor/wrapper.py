@@ -9,7 +9,7 @@ import torch
 from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
 from cuteforge.arguments import flag, integer, kind_of
-from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
+from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward, check_window
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import readable, run_op
 from cuteforge.torch_library import asked_stream, call_op, is_traced, needs_op, refuse_grad
@@ -240,9 +240,7 @@ def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> tuple[i
     if len(shape) != 2:
         got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else kind_of(kv)
         raise ContractError(f"kv: wanted a tensor of shape (T, coff*d), got {got}")
-    ratio, coff = integer("ratio", ratio, least=1), integer("coff", coff)
-    if coff not in (1, 2):
-        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
+    ratio, coff = check_window(ratio, coff)
     head_dim = integer("head_dim", head_dim, least=1, or_none=True)
     columns = shape[1]
     if columns % coff or (head_dim is not None and columns != coff * head_dim):

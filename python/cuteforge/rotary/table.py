@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from cuteforge.arguments import described, integer, number
 from cuteforge.errors import ContractError
 
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
 _CHUNK_ELEMENTS = 1 << 22
+# What no table has: positions are int32, or int64 for no other reason than that torch makes them so.
+_MOST_POSITIONS, _MOST_COLUMNS = 2**31 - 1, 2**16
 
 
 @dataclass(frozen=True)
@@ -210,10 +213,11 @@ def rotary_table(
     Raises:
         ContractError: names the argument, or the key of `scaling`.
     """
-    _check_int("max_pos", max_pos, at_least=0)
+    max_pos = integer("max_pos", max_pos, least=0, most=_MOST_POSITIONS)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)
+    device = _device(device)
     frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
-    cos, sin = (torch.empty(max_pos, rotary_dim // 2, dtype=torch.float32, device=device) for _ in range(2))
+    cos, sin = (torch.empty(max_pos, len(frequencies), dtype=torch.float32, device=device) for _ in range(2))
     rows = max(1, _CHUNK_ELEMENTS // len(frequencies))
     for start in range(0, max_pos, rows):
         stop = min(start + rows, max_pos)
@@ -227,17 +231,24 @@ def rotary_frequencies(
     rotary_dim: int, base: float = 10000.0, scaling: Scaling | Mapping[str, Any] | None = None
 ) -> tuple[list[float], float]:
     """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see `rotary_table`."""
-    _check_int("rotary_dim", rotary_dim, at_least=2)
+    rotary_dim = integer("rotary_dim", rotary_dim, least=2, most=_MOST_COLUMNS)
     if rotary_dim % 2:
         raise ContractError(f"rotary_dim: wanted an even number, got {rotary_dim}")
-    _check_number("base", base, at_least=1.0)
-    if base == 1:
-        raise ContractError(f"base: wanted a number above 1, got {base}")
+    base = number("base", base)
+    if base <= 1:
+        raise ContractError(f"base: wanted a number above 1, got {base:g}")
     frequencies = [base ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
     chosen = parse_scaling(scaling)
     if chosen is None:
         return frequencies, 1.0
     return chosen.scale(frequencies, rotary_dim, base), chosen.amplitude
+
+
+def _device(device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ContractError(f"device: wanted None or a device of torch, got {described(device)}") from error
 
 
 def parse_scaling(scaling: Any) -> Scaling | None:

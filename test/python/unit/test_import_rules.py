@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
 FAMILIES = ("gqa", "rotary", "csa")
 LAYERS = (
     "errors",
+    "arguments",
     "tensor_spec",
     "runtime",
     "device",

@@ -41,8 +41,7 @@ def selecting_options(config: pytest.Config) -> list[str]:
 
 def selection_of(config: pytest.Config, tests: Path = TESTS) -> list[str]:
     """What makes a run something else than one of the whole suite; empty if nothing does."""
-    places = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    parts = [arg for arg, place in zip(config.args, places) if place != tests and place not in tests.parents]
+    parts = [arg for arg in config.args if (config.invocation_params.dir / arg).resolve() != tests]
     return parts + selecting_options(config)
 
 

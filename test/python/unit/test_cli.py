@@ -17,7 +17,7 @@ from cuteforge.cli.commands import COMMANDS
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache
-from helpers.process import run, start
+from helpers.process import HANGS_AFTER_S, run, start
 
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 NEAR = {"out": torch.tensor([1.0, 2.0])}
@@ -346,7 +346,7 @@ def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
 def test_a_bad_log_level_is_named_though_the_library_does_not_import():
     code = "import sys\nfrom cuteforge.__main__ import main\nprint(main(['doctor']), file=sys.stderr)"
     process = start(code, CUTEFORGE_LOG="loud")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0
     assert err.splitlines() == ["cuteforge: CUTEFORGE_LOG: wanted one of debug, info, warning, error, got 'loud'", "1"]
 

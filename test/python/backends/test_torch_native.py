@@ -30,7 +30,7 @@ def test_dense(dtype, heads, kv_heads):
 @pytest.mark.parametrize(("length", "num_keys"), [(1, 7), (3, 7), (7, 7), (9, 4), (5, 1), (4, 0), (0, 5)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_causal_corner_is_at_the_last_query_and_key(length, num_keys, masked):
-    """PF-1; with more queries than keys the first ones see nothing and give 0."""
+    """With more queries than keys the first ones see nothing and give 0."""
     q, k, v = draw(length=length, num_keys=num_keys)
     mask = random_mask(2, num_keys) if masked else None
     check(attention(q, k, v, attn_mask=mask, is_causal=True), q, k, v, mask=mask, causal=True)
@@ -54,7 +54,7 @@ def test_masks_of_every_rank_and_broadcast(shape, causal):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_rows_without_a_key_are_zero_and_so_are_their_gradients(dtype):
-    """K1: softmax over nothing; NaN neither in the result nor in the backward."""
+    """Softmax over nothing; NaN neither in the result nor in the backward."""
     q, k, v = (x.requires_grad_() for x in draw(dtype=dtype))
     mask = torch.zeros(2, 3, 7, dtype=torch.bool)
     mask[0, 1, 2] = True
@@ -143,7 +143,6 @@ def test_narrower_values_strides_and_shared_heads():
 
 
 def test_scores_past_half_precision_stay_finite():
-    """PF-4."""
     q, k = torch.full((1, 1, 1, 128), 32.0, dtype=FP16), torch.full((1, 16, 1, 128), 32.0, dtype=FP16)
     v = torch.arange(16.0, dtype=FP16).view(1, 16, 1, 1).expand(1, 16, 1, 128)
     assert bool((attention(q, k, v) == 7.5).all())
@@ -265,7 +264,7 @@ class Model:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("page_size", [1, 4, 7])
 def test_prefill_in_parts_and_decode_over_a_poisoned_cache(dtype, page_size):
-    """K3: what no token was stored to is NaN and stays out of every result."""
+    """What no token was stored to is NaN and stays out of every result."""
     model = Model(3, page_size=page_size, dtype=dtype)
     model.step([5, 9, 1], is_causal=True)
     model.step([3, 0, 6], is_causal=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+from helpers.floor import floor_of
+
+pytest.importorskip("transformers", minversion=floor_of("transformers"))
 
 from transformers import (
     AttentionInterface,

@@ -19,7 +19,7 @@ from cuteforge.cli.commands import COMMANDS
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache, env
-from helpers.process import run, start
+from helpers.process import HANGS_AFTER_S, run, start
 
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 NEAR = {"out": torch.tensor([1.0, 2.0])}
@@ -346,7 +346,7 @@ def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
 def test_a_bad_log_level_is_warned_of_once_and_breaks_nothing():
     code = "import sys\nfrom cuteforge.__main__ import main\nprint(main(['doctor']), file=sys.stderr)"
     process = start(code, CUTEFORGE_LOG="loud")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0
     sentence = "CUTEFORGE_LOG: wanted one of debug, info, warning, error, got 'loud'"
     assert err.splitlines() == [f"{sentence}; it is ignored", "0"]
@@ -374,7 +374,7 @@ sys.exit(main(["doctor"]))
 def test_no_value_of_a_variable_breaks_the_import_or_doctor():
     """A call that reads one refuses it by name; the log level, which no call reads, is warned of."""
     process = start(NONSENSE, **{variable.name: "~no-such-user-or-word" for variable in env.VARIABLES})
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0, err
     assert "ContractError" not in err
     for variable in env.VARIABLES:

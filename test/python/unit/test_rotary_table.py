@@ -43,7 +43,7 @@ GPT_OSS = (
         "beta_slow": 1.0, "truncate": False,
     },
 )  # fmt: skip
-# Positions of report RO-3: beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
+# Positions beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
 RO_3_POSITIONS = (257, 1857, 4095, 15962, 65537, 1000003)
 
 
@@ -166,7 +166,7 @@ def test_yarn_limits_on_one_pair_are_a_step():
 
 
 def test_angles_are_fp64_at_any_position():
-    """RO-3: each entry is the fp64 value rounded once to fp32."""
+    """Each entry is the fp64 value rounded once to fp32."""
     cos, sin = rotary_table(max(RO_3_POSITIONS) + 1, 8)
     for position in RO_3_POSITIONS:
         for i, frequency in enumerate(plain(8, 1e4)):

@@ -45,7 +45,7 @@ class DecodeGraph:
         sizes = _powers_of_two(cache.max_requests) if batch_sizes is None else sorted(set(batch_sizes))
         if not sizes or sizes[0] < 1 or sizes[-1] > cache.max_requests:
             raise ContractError(f"batch_sizes: wanted some from 1 to max_requests = {cache.max_requests}, got {sizes}")
-        self.batch_sizes = tuple(sizes)
+        self.batch_sizes: tuple[int, ...] = tuple(sizes)
         self._step, self._cache = step, cache
         self._use_graphs = cache.device.type == "cuda" if use_graphs is None else use_graphs
         self._inputs: tuple[torch.Tensor, ...] | None = None

@@ -6,9 +6,26 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, SupportsInt
 
 from cuteforge.errors import ContractError
+
+
+class _TorchStream(Protocol):
+    """An object with torch's name for its raw handle."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class _CudaStream(Protocol):
+    """An object that speaks the protocol of cuda.core."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+# What `stream_handle` takes beside None. A raw handle and the streams of cuda.bindings are numbers to a type checker.
+Stream = _TorchStream | _CudaStream | SupportsInt
 
 
 @functools.cache

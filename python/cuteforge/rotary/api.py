@@ -117,7 +117,7 @@ class RotaryEmbedding(APIBase):
         if "positions" in self.samples:
             check_positions(operands[-1], operands[-3].shape[0])
 
-    def execute(  # type: ignore[override]
+    def execute(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor, positions: torch.Tensor | None = None, *,
         k: torch.Tensor | None = None, k_out: torch.Tensor | None = None, inverse: bool = False, stream: Stream | None = None,
     ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ class RotaryEmbedding(APIBase):
         """
         self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
-    def bind(  # type: ignore[override]
+    def bind(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor, positions: torch.Tensor | None = None, *,
         k: torch.Tensor | None = None, k_out: torch.Tensor | None = None, inverse: bool = False, stream: Stream | None = None,
     ) -> Callable[[], None]:  # fmt: skip

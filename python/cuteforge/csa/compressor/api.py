@@ -160,7 +160,7 @@ class CSACompressorForward(_Compressor):
             ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp, out=out
         )
 
-    def execute(  # type: ignore[override]
+    def execute(
         self,
         kv: torch.Tensor,
         score: torch.Tensor,
@@ -237,7 +237,7 @@ class CSACompressorBackward(_Compressor):
             self._workspace_bytes[device_index] = workspace_bytes(traits, max_ctas(traits, arch))
         return self._workspace_bytes[device_index]
 
-    def execute(  # type: ignore[override]
+    def execute(
         self,
         kv: torch.Tensor,
         score: torch.Tensor,

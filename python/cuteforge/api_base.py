@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -15,7 +15,7 @@ from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
 from cuteforge.runtime.launch import Launch, bound_launch, count_writes, entry_of, launch_of, translate_error
 from cuteforge.runtime.seen import Seen, Varying
-from cuteforge.runtime.streams import current_stream_query, is_capturing, record_streams, stream_handle
+from cuteforge.runtime.streams import Stream, current_stream_query, is_capturing, record_streams, stream_handle
 from cuteforge.tensor_spec import Dims, Signature, TensorSpec
 
 # Module globals: the launch path reads them at every call.
@@ -25,22 +25,29 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
+# What stands for a tensor where an op is made.
+Sample = torch.Tensor | TensorSpec
 
 
-class TupleDict(dict):
+# Names are str. To mypy a dict iterates over its keys, whatever `__iter__` says, unless they are Any.
+class TupleDict(dict[Any, torch.Tensor]):
     """A dict of named results that unpacks like a tuple.
 
     ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
     (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
     """
 
-    def __getitem__(self, key: str | int | slice) -> Any:
+    @overload
+    def __getitem__(self, key: str | int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[torch.Tensor, ...]: ...
+    def __getitem__(self, key: str | int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return tuple(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values())
 
-    def __reversed__(self) -> Iterator[Any]:
+    def __reversed__(self) -> Iterator[torch.Tensor]:
         return reversed(self.values())
 
     def __repr__(self) -> str:
@@ -81,18 +88,20 @@ class APIBase:
         ContractError: a sample is no tensor.
     """
 
-    signature: ClassVar[Signature]
+    signature: Signature
     # The operands -> the tensors, and None for those that an op does not have, as the compiled entry takes them.
     _arrange: Callable[[tuple], tuple] | None = None
     # What of an operand may differ among calls that are alike, by its name: see `Seen.keep`.
-    _varying: ClassVar[Mapping[str, Varying]] = {}
+    _varying: Mapping[str, Varying] = {}
     # Whether extents of the operands `_agreeing` go together, as far as the compiled entry does not say.
     _agree: Callable[..., bool] | None = None
-    _agreeing: ClassVar[tuple[str, ...]] = ()
+    _agreeing: tuple[str, ...] = ()
 
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
-        self.samples = {name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)}
+        self.samples: dict[str, TensorSpec] = {
+            name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)
+        }
         # Operands that may have strides which the compiled entry does not refuse.
         self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.is_written or x.max_pitch_bytes)
         self._written = _pick_written(self.signature)
@@ -179,7 +188,7 @@ class APIBase:
         """Bytes of scratch memory that `execute` takes for the samples' extents."""
         return 0
 
-    def execute(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> None:
+    def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
         """Launch on `operands`, in signature order or by name. Counts as a write of each output, as torch's own ops do.
 
         Args:
@@ -193,7 +202,7 @@ class APIBase:
         """
         self._launch(self._ordered(operands, named), stream)
 
-    def bind(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> Callable[[], None]:
+    def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
         """Validate once and return a launch of these very buffers, for decode loops and graph capture.
 
         The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
@@ -224,7 +233,7 @@ class APIBase:
             self._compile_for(self._arch_name, _device_index((*operands, *named.values())))
         return self.execute(*operands, **named)
 
-    def check_call(self, operands: tuple) -> None:
+    def check_call(self, operands: tuple[Any, ...]) -> None:
         """Run the whole table on real operands, as samples, alignment and overlap included.
 
         Raises:

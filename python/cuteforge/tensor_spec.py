@@ -10,10 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuteforge.arguments import described, integer, kind_of
 from cuteforge.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
 
 Dims = dict[str, int]
 
@@ -54,8 +57,18 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = None  # type: ignore[assignment]  # contiguous
     device: str = "cuda"
+
+    if TYPE_CHECKING:  # what a caller may give; the fields are what is kept of it
+
+        def __init__(
+            self,
+            shape: Iterable[int],
+            dtype: str | torch.dtype,
+            stride: Iterable[int] | None = None,
+            device: str | torch.device = "cuda",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         shape = _integers("shape", self.shape)
@@ -216,8 +229,8 @@ class Signature:
     """
 
     def __init__(self, *operands: Operand) -> None:
-        self.operands = operands
-        self.names = tuple(operand.name for operand in operands)
+        self.operands: tuple[Operand, ...] = operands
+        self.names: tuple[str, ...] = tuple(operand.name for operand in operands)
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"operand names repeat: {self.names}")
         for i, operand in enumerate(operands):

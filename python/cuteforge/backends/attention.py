@@ -34,7 +34,7 @@ registry.on_change(known_calls.forget)
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
-    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: Any = None, *,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: registry.Backend | None = None, *,
     scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.

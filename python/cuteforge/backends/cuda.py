@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from cuteforge.api_base import APIBase
 from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
@@ -31,7 +31,7 @@ class CudaBackend(AttentionBackend):
 
     name = "cuda"
     priority = 100
-    options = OPTIONS
+    options: ClassVar[tuple[str, ...]] = OPTIONS
 
     def refuse(self, request: Request) -> str | None:
         return "; ".join(_refusals(request)) or None

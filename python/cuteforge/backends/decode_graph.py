@@ -63,7 +63,7 @@ class DecodeGraph:
             raise ContractError(f"use_graphs: wanted None or a bool, got {use_graphs!r:.80}")
         if use_graphs and not has_graphs:
             raise ContractError(f"use_graphs: wanted None or False for a cache on {cache.device}, got True")
-        self.batch_sizes = _checked_sizes(batch_sizes, cache.max_requests)
+        self.batch_sizes: tuple[int, ...] = _checked_sizes(batch_sizes, cache.max_requests)
         self._step, self._cache = step, cache
         self._use_graphs = has_graphs if use_graphs is None else use_graphs
         # Static inputs, of the largest size; None before the first call that succeeds.

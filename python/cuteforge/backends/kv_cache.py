@@ -79,9 +79,16 @@ class KVCache:
         UnsupportedError: torch cannot use the device here.
     """
 
+    num_layers: int
+    page_size: int
+    max_requests: int
+    max_seqlen: int
+    device: torch.device
+    dtype: torch.dtype
+
     def __init__(
         self, num_layers: int, num_kv_heads: int, head_dim: int, *, num_pages: int, page_size: int = 16, max_requests: int = 256,
-        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: Any = "cuda",
+        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> None:  # fmt: skip
         heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
@@ -105,7 +112,7 @@ class KVCache:
     @classmethod
     def contiguous(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
-        v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: Any = "cuda",
+        v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> KVCache:  # fmt: skip
         """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
         ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.

@@ -29,6 +29,11 @@ class CacheFull(RuntimeError):
         needed, free: how many more the call needs, and how many there are.
     """
 
+    limit: str
+    total: int
+    needed: int
+    free: int
+
     def __init__(self, limit: str, total: int, needed: int, free: int) -> None:
         self.limit, self.total, self.needed, self.free = limit, total, needed, free
         super().__init__(f"{limit}: needed {needed} more, {free} of {total} free")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ class TorchNativeBackend(AttentionBackend):
 
     name = "torch_native"
     priority = 0
-    options = OPTIONS
+    options: ClassVar[tuple[str, ...]] = OPTIONS
 
     def refuse(self, request: Request) -> str | None:
         if request.is_cached and request.derivative == "transform":

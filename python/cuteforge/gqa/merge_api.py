@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cuteforge.api_base import APIBase, TupleDict
+from cuteforge.api_base import APIBase, Sample, TupleDict
 from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import MAX_HEAD_DIM
@@ -59,7 +59,7 @@ class MergeState(APIBase):
     Numerics: fp32, the weights normalised before they are used, one rounding at the store.
     """
 
-    def __init__(self, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
+    def __init__(self, o_a: Sample, lse_a: Sample, o_b: Sample, lse_b: Sample, out: Sample, lse: Sample) -> None:
         self._rank = len(TensorSpec.of(o_a, "o_a").shape)
         if self._rank not in _LAYOUTS:
             raise ContractError(f"o_a: wanted shape (B, L, H, D) or (T, H, D), got {self._rank} dims")

@@ -19,6 +19,7 @@ from cuteforge.gqa.options import ScoreOptions, checked_scale, checked_softcap, 
 from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.runtime.streams import Stream
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16")
@@ -85,8 +86,10 @@ class AttentionOp(APIBase):
     ) -> None:
         given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
         ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
-        self.options = ScoreOptions(flag("causal", causal), checked_window(window), checked_softcap(softcap))
-        self.softmax_scale = checked_scale(softmax_scale)
+        self.options: ScoreOptions = ScoreOptions(
+            flag("causal", causal), checked_window(window), checked_softcap(softcap)
+        )
+        self.softmax_scale: float | None = checked_scale(softmax_scale)
         self._optional = tuple(name for name in given if name not in self._REQUIRED)
         self._check_presence(given)
         if "mask" in ranks and ranks["mask"] not in _MASKS:
@@ -94,7 +97,7 @@ class AttentionOp(APIBase):
         self._queries, self._keys = self._layouts(ranks, given)
         if self._splits:
             given["workspace"] = TensorSpec((0,), "uint8")
-        self.signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
+        self.signature: Signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
         super().__init__(**given)
         self._arrange = Arrangement(self.signature.names)
         self._takes_workspace = self._splits
@@ -182,7 +185,7 @@ class AttentionOp(APIBase):
 
     def execute(
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
-        stream: Any = None, **named: torch.Tensor | None,
+        stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """Write all of `out`, and of `lse`. No allocation, copy, device read or synchronization.
 
@@ -200,7 +203,7 @@ class AttentionOp(APIBase):
 
     def bind(
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
-        stream: Any = None, **named: torch.Tensor | None,
+        stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
         return self._bind(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))

@@ -24,6 +24,7 @@ from cuteforge.gqa.options import Window, checked_scale, checked_softcap, checke
 from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.arch import resolve_arch
+from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
 
 _Tensor = torch.Tensor
@@ -60,7 +61,7 @@ def gqa_decode_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, window: Window | None = None,
     softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens; see `GQADecode` for the operation, shapes and numerics.
 
@@ -89,7 +90,7 @@ def gqa_prefill_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool = False,
-    out: torch.Tensor | None = None, stream: Any = None,
+    out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of many query tokens, dense or packed; see `GQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
 
@@ -105,7 +106,7 @@ def paged_gqa_decode_wrapper(
     kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None = None,
     new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
-    return_lse: bool = False, out: torch.Tensor | None = None, stream: Any = None,
+    return_lse: bool = False, out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens over pages; see `PagedGQADecode` for the operation, and `gqa_decode_wrapper` for what is not said here.
 
@@ -125,7 +126,7 @@ def paged_gqa_prefill_wrapper(
     seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None,
     mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of packed query tokens over pages; see `PagedGQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from cuteforge.backends.attention import attention
+from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 
 # What models pass beside queries, keys and values that changes the result.

@@ -13,6 +13,7 @@ from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding, direction, positions_not_wanted
+from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, needs_op
 
 # By the number of tensors.
@@ -39,7 +40,7 @@ def rotary_wrapper(
     interleaved: bool = True,
     inverse: bool = False,
     out: torch.Tensor | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:
     """Rotary embedding of one tensor; see `RotaryEmbedding` for the operation, shapes and numerics.
 
@@ -79,7 +80,7 @@ def rotary_qk_wrapper(
     inverse: bool = False,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:
     """Rotary embedding of queries and keys in one launch; arguments as `rotary_wrapper`.
 

@@ -7,12 +7,29 @@ import functools
 import numbers
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, SupportsInt
 
 from cuteforge.arguments import described
 from cuteforge.errors import ContractError
 
 _MOST_HANDLE = 2**64 - 1  # an address
+
+
+class _TorchStream(Protocol):
+    """An object with torch's name for its raw handle."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class _CudaStream(Protocol):
+    """An object that speaks the protocol of cuda.core."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+# What `stream_handle` takes beside None. A raw handle and the streams of cuda.bindings are numbers to a type checker.
+Stream = _TorchStream | _CudaStream | SupportsInt
 
 
 @functools.cache

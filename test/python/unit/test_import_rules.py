@@ -52,6 +52,12 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int,
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
+def typing_lines(tree: ast.AST) -> set[int]:
+    """The lines under ``if TYPE_CHECKING:``, which only type checkers read."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {line for block in blocks for part in block.body for line in range(part.lineno, part.end_lineno + 1)}
+
+
 def room_of(dotted: str) -> str | None:
     """Top folder or file below the package; None for another package and for the package's own `__init__`."""
     parts = dotted.split(".")
@@ -75,15 +81,18 @@ def violations(root: Path) -> list[str]:
     kernels = kernel_modules(trees, packages)
     found = []
     for module, tree in trees.items():
+        for_types = typing_lines(tree)
         for line, name in imports(tree, module, module in packages):
-            if reason := refusal(module, name, kernels):
+            if reason := refusal(module, name, kernels, line in for_types):
                 found.append(f"{module}:{line} imports {name}: {reason}")
     return found
 
 
-def refusal(module: str, name: str, kernels: set[str]) -> str | None:
-    """Why `module` may not import `name`, or None."""
+def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str | None:
+    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow too."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
+    if for_types and (module == "cuteforge" or top == "torch"):
+        return None
     if module == "cuteforge":
         return "the package imports by name, lazily" if other or top in HEAVY else None
     if top == "torch" and room in ("errors", "tensor_spec", "device"):
@@ -125,6 +134,9 @@ def test_every_room_has_a_place_in_the_arrow():
         ("csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
         ("csa/api.py", "def f():\n    import cutlass", "only kernel files"),
         ("csa/api.py", "from cuteforge.device import copy", "compile cache only"),
+        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.csa import api", "lies above"),
+        ("errors.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "no torch"),
+        ("__init__.py", "if not TYPE_CHECKING:\n    import torch", "lazily"),
         ("__init__.py", "from cuteforge.errors import ContractError", "lazily"),
     ],
 )
@@ -138,6 +150,18 @@ def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
     found = violations(root)
     assert len(found) == 1
     assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("__init__.py", "cuteforge.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")]
+)
+def test_imports_for_type_checkers_cost_nothing_and_are_allowed(tmp_path, path, name):
+    root = tmp_path / "cuteforge"
+    root.mkdir()
+    module, _, imported = name.rpartition(".")
+    statement = f"from {module} import {imported}" if module else f"import {imported}"
+    (root / path).write_text(f"if TYPE_CHECKING:\n    {statement}\n")
+    assert violations(root) == []
 
 
 def test_environment_variables_are_read_in_one_file():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from cuteforge.api_base import APIBase
+from cuteforge.api_base import APIBase, Sample
 from cuteforge.arguments import flag, integer, kind_of
 from cuteforge.csa.compressor.config import MAX_RATIO, Problem, Traits, max_ctas, select_traits, workspace_bytes
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.seen import ANY_SHAPE
+from cuteforge.runtime.streams import Stream
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -59,12 +60,12 @@ class _Compressor(APIBase):
         **dict.fromkeys(("ape", "cu_seqlens", "cu_seqlens_comp"), ANY_SHAPE),
     }
     _agreeing = ("kv",)
-    deterministic = True
+    deterministic: bool = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
         super().__init__(**samples)
-        self.ratio = integer("ratio", ratio)
-        self.coff = integer("coff", coff)
+        self.ratio: int = integer("ratio", ratio)
+        self.coff: int = integer("coff", coff)
 
     def _known(self) -> Dims:
         return {"ratio": self.ratio, "coff": self.coff}
@@ -135,16 +136,35 @@ class CSACompressorForward(_Compressor):
     -inf only gives NaN. The result is the same bits at every run.
     """
 
-    signature = FORWARD
+    signature: Signature = FORWARD
     _BUILDER = "cuteforge.csa.compressor.forward:build"
     _BACKWARD = False
 
-    def __init__(self, kv, score, ape, cu_seqlens, cu_seqlens_comp, out, ratio: int = 4, coff: int = 2) -> None:
+    def __init__(
+        self,
+        kv: Sample,
+        score: Sample,
+        ape: Sample,
+        cu_seqlens: Sample,
+        cu_seqlens_comp: Sample,
+        out: Sample,
+        ratio: int = 4,
+        coff: int = 2,
+    ) -> None:
         super().__init__(
             ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp, out=out
         )
 
-    def execute(self, kv, score, ape, cu_seqlens, cu_seqlens_comp, out, stream: Any = None) -> None:
+    def execute(
+        self,
+        kv: torch.Tensor,
+        score: torch.Tensor,
+        ape: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_comp: torch.Tensor,
+        out: torch.Tensor,
+        stream: Stream | None = None,
+    ) -> None:
         """Write all of `out`; it must not overlap an input. No allocation, copy, device read or synchronization.
 
         Args:
@@ -175,11 +195,22 @@ class CSACompressorBackward(_Compressor):
     _BACKWARD = True
 
     def __init__(
-        self, kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape,
-        ratio: int = 4, coff: int = 2, deterministic: bool = True,
-    ) -> None:  # fmt: skip
-        self.deterministic = flag("deterministic", deterministic)
-        self.signature = BACKWARD if self.deterministic else BACKWARD_ATOMIC
+        self,
+        kv: Sample,
+        score: Sample,
+        ape: Sample,
+        cu_seqlens: Sample,
+        cu_seqlens_comp: Sample,
+        grad_out: Sample,
+        grad_kv: Sample,
+        grad_score: Sample,
+        grad_ape: Sample,
+        ratio: int = 4,
+        coff: int = 2,
+        deterministic: bool = True,
+    ) -> None:
+        self.deterministic: bool = flag("deterministic", deterministic)
+        self.signature: Signature = BACKWARD if self.deterministic else BACKWARD_ATOMIC
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
         super().__init__(
             ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp,
@@ -202,9 +233,19 @@ class CSACompressorBackward(_Compressor):
         return self._workspace_bytes[device_index]
 
     def execute(
-        self, kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape,
-        workspace: torch.Tensor | None = None, stream: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        kv: torch.Tensor,
+        score: torch.Tensor,
+        ape: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_comp: torch.Tensor,
+        grad_out: torch.Tensor,
+        grad_kv: torch.Tensor,
+        grad_score: torch.Tensor,
+        grad_ape: torch.Tensor,
+        workspace: torch.Tensor | None = None,
+        stream: Stream | None = None,
+    ) -> None:
         """Write all of grad_kv, grad_score and grad_ape; they overlap no other operand. No allocation, copy, device read or synchronization.
 
         Args:
@@ -225,8 +266,12 @@ class CSACompressorBackward(_Compressor):
         self._launch(operands, stream)
 
     def bind(
-        self, *operands: torch.Tensor, workspace: torch.Tensor | None = None, stream: Any = None, **named: torch.Tensor
-    ):
+        self,
+        *operands: torch.Tensor,
+        workspace: torch.Tensor | None = None,
+        stream: Stream | None = None,
+        **named: torch.Tensor,
+    ) -> Callable[[], None]:
         """As `APIBase.bind`; the workspace belongs to the bound launch alone."""
         if self.deterministic:
             named["workspace"] = workspace

@@ -12,6 +12,7 @@ from cuteforge.arguments import flag, integer, kind_of
 from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward, check_window
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import readable, run_op
+from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
@@ -33,7 +34,7 @@ def csa_compressor_forward_wrapper(
     head_dim: int | None = None,
     coff: int = 2,
     total_comp: int | None = None,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:
     """Gated pooling of a packed token stream; see `CSACompressorForward` for the operation and its numerics.
 
@@ -81,7 +82,7 @@ def csa_compressor_backward_wrapper(
     head_dim: int | None = None,
     coff: int = 2,
     deterministic: bool = True,
-    stream: Any = None,
+    stream: Stream | None = None,
 ) -> TupleDict:
     """Gradients of the compressor; see `CSACompressorBackward` for the operation and its numerics.
 

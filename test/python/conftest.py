@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import fuzz as fuzzing
 from helpers.gpu_record import Recorder
 
 _GPU_TESTS = Path(__file__).parent / "fe_api"
@@ -18,6 +19,7 @@ _GPU_TESTS = Path(__file__).parent / "fe_api"
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--gpu-record", metavar="FILE", type=Path, help="write what ran, and how it went, to FILE")
+    fuzzing.add_options(parser)
 
 
 def pytest_configure(config) -> None:
@@ -34,7 +36,8 @@ def _device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
+    fuzzing.share_time(config, items)
     for item in items:
         if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -47,6 +50,12 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
         elif item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture
+def fuzz(request) -> fuzzing.Fuzz:
+    """Runs a body on drawn arguments: a few seconds, or its share of --fuzz-minutes."""
+    return fuzzing.of_run(request.config)
 
 
 @pytest.fixture

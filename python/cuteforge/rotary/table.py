@@ -15,6 +15,10 @@ import torch
 
 from cuteforge.errors import ContractError
 
+# Columns that no head has: a typo would fill the memory with frequencies.
+_MAX_ROTARY_DIM = 1 << 16
+# The last offset in bytes that torch counts, of fp32.
+_MAX_ELEMENTS = 1 << 60
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -212,6 +216,8 @@ def rotary_table(
     """
     _check_int("max_pos", max_pos, at_least=0)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)
+    if max_pos * len(frequencies) > _MAX_ELEMENTS:
+        raise ContractError(f"max_pos: wanted a table of at most 2**60 elements, got {max_pos} positions")
     frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
     cos, sin = (torch.empty(max_pos, rotary_dim // 2, dtype=torch.float32, device=device) for _ in range(2))
     rows = max(1, _CHUNK_ELEMENTS // len(frequencies))
@@ -228,8 +234,8 @@ def rotary_frequencies(
 ) -> tuple[list[float], float]:
     """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see `rotary_table`."""
     _check_int("rotary_dim", rotary_dim, at_least=2)
-    if rotary_dim % 2:
-        raise ContractError(f"rotary_dim: wanted an even number, got {rotary_dim}")
+    if rotary_dim % 2 or rotary_dim > _MAX_ROTARY_DIM:
+        raise ContractError(f"rotary_dim: wanted an even number of at most {_MAX_ROTARY_DIM}, got {rotary_dim}")
     _check_number("base", base, at_least=1.0)
     if base == 1:
         raise ContractError(f"base: wanted a number above 1, got {base}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fractions
 import math
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -69,7 +70,8 @@ def _values() -> Iterator[Value]:
         yield Value(repr(value)[:40], lambda value=value: value)
     made: dict[str, Callable[[], Any]] = {
         "[]": list, "{}": dict, "{'a': 1}": lambda: {"a": 1}, "set": lambda: {1, 2}, "[1, 2]": lambda: [1, 2], "[[]]": lambda: [[]],
-        "[None]": lambda: [None], "generator": lambda: (i for i in range(2)), "object()": object, "hostile": _Hostile, "[hostile]": lambda: [_Hostile()],
+        "[None]": lambda: [None], "generator": lambda: (i for i in range(2)), "object()": object, "hostile": _Hostile,
+        "[hostile]": lambda: [_Hostile()],
         "unhashable": _Unhashable, "fake stream": _FakeStream, "int subclass": lambda: _OwnInt(3),
         "np.zeros(3)": lambda: np.zeros(3), "np.int64(1)": lambda: np.int64(1), "np.float32(nan)": lambda: np.float32("nan"),
         "np.bool_": lambda: np.bool_(True), "np.str_": lambda: np.str_("cuda"), "np.array(objects)": lambda: np.array([None, "a"], dtype=object),
@@ -131,7 +133,7 @@ SAME = (
 )
 
 
-def nonsense_for(name: str, argument: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def nonsense_for(argument: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """(label, good argument -> what is given instead)."""
     for value in VALUES:
         yield value.label, lambda _, value=value: value.make()
@@ -141,30 +143,43 @@ def nonsense_for(name: str, argument: Any) -> Iterator[tuple[str, Callable[[Any]
             yield label, twist
 
 
-def problem(call: Call, replaced: dict[str, str], want: Any = None) -> str | None:
+class Answer(NamedTuple):
+    """Of a call without nonsense: its result, or the error of one that needs a GPU."""
+
+    result: Any = None
+    error: str | None = None
+
+
+def answer(call: Call) -> Answer:
+    try:
+        return Answer(call.run(**call.arguments))
+    except (ContractError, UnsupportedError) as error:
+        return Answer(error=str(error))
+
+
+def problem(call: Call, replaced: dict[str, str], want: Answer) -> str | None:
     """What is wrong with how a call with nonsense ended, or None.
 
     Args:
         replaced: the arguments that are nonsense, and its labels.
-        want: what the call without nonsense returns.
+        want: of the call without nonsense.
     """
     try:
         got = call.run(**call.arguments)
     except (ContractError, UnsupportedError) as error:
-        return None if _names(str(error), call, replaced) else f"names no argument: {error}"
+        if str(error) == want.error or _names(str(error), call, replaced):
+            return None
+        return f"names no argument: {re.sub('got .*', 'got …', str(error))[:120]}"
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    return _wrong_answer(call, replaced, got, want)
+    return _wrong_answer(call, replaced, got, want.result)
 
 
 def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
     """Tensors that disagree may be named either way round; anything else by its own name."""
-    tensors_only = all(isinstance(call.arguments[name], torch.Tensor) for name in replaced)
-    names = (
-        [*call.names, *_MEANS_OF]
-        if tensors_only
-        else [n for name in replaced for n in (name, *_OTHER_NAMES.get(name, ()))]
-    )
+    has_tensor = any(isinstance(call.arguments[name], (torch.Tensor, TensorSpec)) for name in replaced)
+    named = [*call.names, *_FACTS] if has_tensor else list(replaced)
+    names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
     return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
 
 
@@ -175,8 +190,10 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "is_causal": ("causal",),
     "scale": ("softmax_scale",),
     "attn_mask": ("mask",),
+    "x": ("weight",),  # of TensorSpec.of, which is told a name
 }
-_MEANS_OF = ("shape", "dtype", "device", "head dim", "D", "head_dim")
+# What an error about a whole call names.
+_FACTS = ("dtype", "device", "D", "Dv", "Hq", "Hkv")
 
 
 def _wrong_answer(call: Call, replaced: dict[str, str], got: Any, want: Any) -> str | None:
@@ -198,7 +215,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "None": (type(None),),
     "Sequence": (list, tuple, range, np.ndarray, torch.Tensor),
-    "tuple": (list, tuple, torch.Size, range, np.ndarray),
+    "tuple": (list, tuple, torch.Size, range, np.ndarray, set, types.GeneratorType),
     "Window": (tuple, list),
     "device": (str, torch.device),
     "dtype": (torch.dtype, str),

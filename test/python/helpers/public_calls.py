@@ -38,6 +38,11 @@ class Call(NamedTuple):
             )
         )
 
+    def argument(self, name: str) -> Any:
+        """What is given for a parameter, or its default."""
+        default = self.signature.parameters[name].default if name in self.signature.parameters else None
+        return self.arguments.get(name, default)
+
 
 def of(function: Callable[..., Any], run: Callable[..., Any] | None = None, /, **arguments: Any) -> Call:
     return Call(run or function, arguments, inspect.signature(function))
@@ -218,7 +223,7 @@ def _attention_over_cache() -> Call:
     return of(cuteforge.attention, **tokens, kv_cache=bound_cache(), layer_id=0, scale=0.5)
 
 
-def _forward(backend: Any, method: str) -> Call:
+def _forward(backend: Any) -> Call:
     given = dense(torch.float32) | {
         "kv_cache": None,
         "layer_id": 0,
@@ -226,7 +231,7 @@ def _forward(backend: Any, method: str) -> Call:
         "is_causal": True,
         "scale": 0.5,
     }
-    return of(getattr(backend(), method), **given)._replace(ignored=("layer_id",))
+    return of(backend().forward, **given)._replace(ignored=("layer_id",))
 
 
 def _enter(backend: Any) -> Any:
@@ -319,11 +324,8 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     ),
     "rotary_emb": lambda: of(cuteforge.rotary_emb, x=heads(), freqs_cis=angles()),
     "rotary_table": lambda: of(cuteforge.rotary_table, max_pos=6, rotary_dim=8, scaling={"rope_type": "linear", "factor": 2.0}, device="cpu"),
-    **{
-        f"{backend}.{method}": lambda backend=backend, method=method: _forward(getattr(cuteforge, backend), method)
-        for backend in ("TorchNativeBackend", "CudaBackend")
-        for method in ("forward", "fwd_decode", "fwd_prefill")
-    },
+    "TorchNativeBackend.forward": lambda: _forward(cuteforge.TorchNativeBackend),
+    "CudaBackend.forward": lambda: _forward(cuteforge.CudaBackend),
     "KVCache": lambda: of(KVCache, **SIZES, num_pages=4, max_requests=2),
     "KVCache.contiguous": lambda: of(KVCache.contiguous, **SIZES, batch=2),
     "KVCache.add": lambda: of(cache().add, tokens=[1, 2, 3]),
@@ -354,6 +356,8 @@ EXEMPT = {
     "FlashAttnBackend": "needs flash-attn and a GPU",
     "TorchNativeBackend": "takes no arguments",
     "CudaBackend": "takes no arguments",
+    "fwd_decode": "what forward calls",
+    "fwd_prefill": "what forward calls",
     "known_call": "called by the policy with arguments that it served",
     "refuse": "called by the policy with a Request that it made",
     "check_support": "takes no arguments",
@@ -363,6 +367,10 @@ EXEMPT = {
     "outer_dims": "takes no arguments",
     "__call__": "compiles, then is execute, which has a row",
 }
+
+
+# Classes whose methods need no row either.
+WHOLLY_EXEMPT = ("TupleDict", "AttentionBackend", "FlashAttnBackend", "ATTN_BACKEND")
 
 
 def public_methods(value: type) -> list[str]:

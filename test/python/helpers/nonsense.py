@@ -176,9 +176,9 @@ def problem(call: Call, replaced: dict[str, str], want: Answer) -> str | None:
 
 
 def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
-    """Tensors that disagree may be named either way round; anything else by its own name."""
+    """Tensors that disagree may be named either way round, and so may two arguments; anything else by its own name."""
     has_tensor = any(isinstance(call.arguments[name], (torch.Tensor, TensorSpec)) for name in replaced)
-    named = [*call.names, *_FACTS] if has_tensor else list(replaced)
+    named = [*call.names, *_FACTS] if has_tensor or len(replaced) > 1 else list(replaced)
     names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
     return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
 
@@ -190,7 +190,9 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "is_causal": ("causal",),
     "scale": ("softmax_scale",),
     "attn_mask": ("mask",),
-    "x": ("weight",),  # of TensorSpec.of, which is told a name
+    "x": ("weight", "inputs"),  # of TensorSpec.of, which is told a name, and of a DecodeGraph
+    "request": ("requests",),
+    "requests": ("request", "inputs"),
 }
 # What an error about a whole call names.
 _FACTS = ("dtype", "device", "D", "Dv", "Hq", "Hkv")

@@ -188,7 +188,7 @@ def compiled(name: str) -> tuple[Any, Arguments]:
     samples = _samples(name)
     op = getattr(cuteforge, name)(**{key: spec(x) for key, x in samples.items()})
     op.check_support()
-    arch = resolve_arch("sm_90a")
+    arch = resolve_arch("sm_90a", None)
     op._compiled = _Compiled(StubKernel(op._kernel_key(op.dims, arch)), arch)
     op._was_compiled = True
     if (size := op.workspace_bytes()) and name != "MergeState":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import fuzz as fuzzing
 from helpers import parallel, recorder
 
 _GPU_TESTS = Path(__file__).parent / "fe_api"
@@ -22,6 +23,7 @@ def pytest_addoption(parser) -> None:
         "--torch-record", metavar="FILE", type=Path, help="the same for this version of torch, without a GPU"
     )
     parser.addoption("--full", action="store_true", help="compile every tile for every architecture, not a selection")
+    fuzzing.add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,7 +49,8 @@ def _device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
+    fuzzing.share_time(config, items)
     for item in items:
         if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -60,6 +63,12 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
         elif item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture
+def fuzz(request) -> fuzzing.Fuzz:
+    """Runs a body on drawn arguments: a few seconds, or its share of --fuzz-minutes."""
+    return fuzzing.of_run(request.config)
 
 
 @pytest.fixture

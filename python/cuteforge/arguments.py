@@ -54,8 +54,8 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
-    return isinstance(value, numbers.Real) and -math.inf < value < math.inf
+    """Whether it is a finite number, no bool; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def number(name: str, value: Any, least: float | None = None, most: float = _MOST_FP32) -> float:

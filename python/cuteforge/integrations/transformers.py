@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_tracing
 
 from cuteforge.backends.attention import attention
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.torch_library import autocasts
 
 # What models pass beside queries, keys and values that changes the result.
 _UNSERVED = {
@@ -117,7 +118,7 @@ def _check_call(
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As torch's own attention does: norms under autocast leave queries and keys in fp32 beside values that are not."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
@@ -162,4 +163,5 @@ def _kept_keys(padding: torch.Tensor | None, kv_length: int, kv_offset: int, may
     kept = padding[:, kv_offset : kv_offset + kv_length]
     if (missing := kv_length - kept.shape[1]) > 0:
         kept = pad(kept, (0, missing))
-    return None if may_read and not is_tracing(kept) and bool(kept.all()) else kept
+    may_read = may_read and not kept.is_meta and not is_tracing(kept)
+    return None if may_read and bool(kept.all()) else kept

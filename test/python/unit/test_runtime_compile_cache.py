@@ -354,6 +354,16 @@ def test_sources_edited_while_compiling_are_not_stored_under_the_old_key(root, m
     assert DiskCache(root).ls() == []
 
 
+def test_sources_that_are_gone_after_compiling_are_no_failure(root, monkeypatch):
+    def gone(package):
+        raise PermissionError(13, "Permission denied", package)
+
+    monkeypatch.setattr(compile_cache, "read_source_digest", gone)
+    assert is_entry(load_kernel(tiny_key()).entry)
+    assert DiskCache(root).ls() == []
+    assert stats().not_stored == ("sources changed since this process read them",)
+
+
 def test_entry_names_everything_that_decided_the_code(root):
     load_kernel(tiny_key())
     manifest = json.loads((DiskCache(root).ls()[0].path / "entry.json").read_text())

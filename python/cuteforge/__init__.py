@@ -4,10 +4,16 @@ Importing this package imports neither torch nor cutlass; a name's module is imp
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
+# The floor of pyproject.toml. Older releases lack what torch.compile needs to trace the policy functions.
+_TORCH_FLOOR = (2, 11)
+# Modules that know no torch.
+_WITHOUT_TORCH = ("cuteforge.errors", "cuteforge.tensor_spec")
+
+# The public names, for the run time. Type checkers read the same names from the imports below.
 _MODULE_OF = {
     "ContractError": "cuteforge.errors",
     "UnsupportedError": "cuteforge.errors",
@@ -54,16 +60,74 @@ _MODULE_OF = {
     "register_backend": "cuteforge.backends.registry",
 }
 
-__all__ = ["__version__", *_MODULE_OF]
+__all__ = ["__version__", *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:
+    from cuteforge.api_base import TupleDict as TupleDict
+    from cuteforge.backends.attention import attention as attention
+    from cuteforge.backends.compressor import compress as compress
+    from cuteforge.backends.cuda import CudaBackend as CudaBackend
+    from cuteforge.backends.decode_graph import DecodeGraph as DecodeGraph
+    from cuteforge.backends.explain import explain as explain
+    from cuteforge.backends.flash import FlashAttnBackend as FlashAttnBackend
+    from cuteforge.backends.interface import AttentionBackend as AttentionBackend
+    from cuteforge.backends.kernels import KERNEL_NAMES as KERNEL_NAMES
+    from cuteforge.backends.kernels import is_available as is_available
+    from cuteforge.backends.kv_cache import CacheFull as CacheFull
+    from cuteforge.backends.kv_cache import KVCache as KVCache
+    from cuteforge.backends.registry import ATTN_BACKEND as ATTN_BACKEND
+    from cuteforge.backends.registry import attn_backend as attn_backend
+    from cuteforge.backends.registry import register_backend as register_backend
+    from cuteforge.backends.rotary import apply_rotary_emb as apply_rotary_emb
+    from cuteforge.backends.torch_native import TorchNativeBackend as TorchNativeBackend
+    from cuteforge.csa.compressor import CSACompressorBackward as CSACompressorBackward
+    from cuteforge.csa.compressor import CSACompressorForward as CSACompressorForward
+    from cuteforge.csa.compressor import csa_compressor_backward_wrapper as csa_compressor_backward_wrapper
+    from cuteforge.csa.compressor import csa_compressor_forward_wrapper as csa_compressor_forward_wrapper
+    from cuteforge.errors import ContractError as ContractError
+    from cuteforge.errors import UnsupportedError as UnsupportedError
+    from cuteforge.gqa import GQADecode as GQADecode
+    from cuteforge.gqa import GQAPrefill as GQAPrefill
+    from cuteforge.gqa import MergeState as MergeState
+    from cuteforge.gqa import PagedGQADecode as PagedGQADecode
+    from cuteforge.gqa import PagedGQAPrefill as PagedGQAPrefill
+    from cuteforge.gqa import attn_decode as attn_decode
+    from cuteforge.gqa import attn_paged_decode as attn_paged_decode
+    from cuteforge.gqa import attn_paged_prefill as attn_paged_prefill
+    from cuteforge.gqa import attn_prefill as attn_prefill
+    from cuteforge.gqa import gqa_decode_wrapper as gqa_decode_wrapper
+    from cuteforge.gqa import gqa_prefill_wrapper as gqa_prefill_wrapper
+    from cuteforge.gqa import merge_state as merge_state
+    from cuteforge.gqa import paged_gqa_decode_wrapper as paged_gqa_decode_wrapper
+    from cuteforge.gqa import paged_gqa_prefill_wrapper as paged_gqa_prefill_wrapper
+    from cuteforge.rotary import RotaryEmbedding as RotaryEmbedding
+    from cuteforge.rotary import rotary_emb as rotary_emb
+    from cuteforge.rotary import rotary_qk_wrapper as rotary_qk_wrapper
+    from cuteforge.rotary import rotary_table as rotary_table
+    from cuteforge.rotary import rotary_wrapper as rotary_wrapper
+    from cuteforge.tensor_spec import TensorSpec as TensorSpec
+else:
+    # Hidden from type checkers: beside a `__getattr__` they take every name for a public one.
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _MODULE_OF[name]
+        if module not in _WITHOUT_TORCH:
+            _check_torch(importlib.import_module("torch").__version__)
+        value = getattr(importlib.import_module(module), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF})
+
+
+def _check_torch(version: str) -> None:
+    """Refuse a torch below the floor before anything that needs a newer one is imported."""
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) < _TORCH_FLOOR:
+        floor = ".".join(map(str, _TORCH_FLOOR))
+        raise ImportError(
+            f"cuteforge needs torch>={floor}, but torch {version} is installed: pip install 'torch>={floor}'"
+        )

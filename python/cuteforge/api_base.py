@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from operator import itemgetter
+from typing import Any, TypeVar, overload
 
 import torch
 
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
-from cuteforge.runtime.launch import Launch, bound_launch, entry_of, launch_of, translate_error
+from cuteforge.runtime.launch import Launch, bound_launch, count_writes, entry_of, launch_of, translate_error
 from cuteforge.runtime.seen import Seen, Varying
-from cuteforge.runtime.streams import current_stream_query, is_capturing, record_streams, stream_handle
+from cuteforge.runtime.streams import Stream, current_stream_query, is_capturing, record_streams, stream_handle
 from cuteforge.tensor_spec import Dims, Signature, TensorSpec
 
 # Module globals: the launch path reads them at every call.
@@ -23,22 +25,29 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
+# What stands for a tensor where an op is made.
+Sample = torch.Tensor | TensorSpec
 
 
-class TupleDict(dict):
+# Names are str. To mypy a dict iterates over its keys, whatever `__iter__` says, unless they are Any.
+class TupleDict(dict[Any, torch.Tensor]):
     """A dict of named results that unpacks like a tuple.
 
     ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
     (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
     """
 
-    def __getitem__(self, key: str | int | slice) -> Any:
+    @overload
+    def __getitem__(self, key: str | int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[torch.Tensor, ...]: ...
+    def __getitem__(self, key: str | int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return tuple(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values())
 
-    def __reversed__(self) -> Iterator[Any]:
+    def __reversed__(self) -> Iterator[torch.Tensor]:
         return reversed(self.values())
 
     def __repr__(self) -> str:
@@ -79,20 +88,23 @@ class APIBase:
         ContractError: a sample is no tensor.
     """
 
-    signature: ClassVar[Signature]
+    signature: Signature
     # The operands -> the tensors, and None for those that an op does not have, as the compiled entry takes them.
     _arrange: Callable[[tuple], tuple] | None = None
     # What of an operand may differ among calls that are alike, by its name: see `Seen.keep`.
-    _varying: ClassVar[Mapping[str, Varying]] = {}
+    _varying: Mapping[str, Varying] = {}
     # Whether extents of the operands `_agreeing` go together, as far as the compiled entry does not say.
     _agree: Callable[..., bool] | None = None
-    _agreeing: ClassVar[tuple[str, ...]] = ()
+    _agreeing: tuple[str, ...] = ()
 
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
-        self.samples = {name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)}
+        self.samples: dict[str, TensorSpec] = {
+            name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)
+        }
         # Operands that may have strides which the compiled entry does not refuse.
-        self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.role == "out" or x.max_pitch_bytes)
+        self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.is_written or x.max_pitch_bytes)
+        self._written = _pick_written(self.signature)
         self._may_be_empty = type(self)._is_empty is not APIBase._is_empty
         self._dims: Dims | None = None
         self._compiled: _Compiled | None = None
@@ -126,8 +138,12 @@ class APIBase:
         """Whether these operands leave nothing to do; then nothing is launched."""
         return False
 
-    def _check_contents(self, operands: tuple) -> None:
-        """Raise ContractError for bad values, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1."""
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ContractError for bad values of the inputs, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1.
+
+        Args:
+            tensors: the inputs by name, whose shapes the table has passed. Indices may be int64, as a wrapper is given them.
+        """
 
     # Life cycle.
 
@@ -145,8 +161,10 @@ class APIBase:
             ContractError: the samples contradict each other or the signature; names the operand.
             UnsupportedError: a valid call that this op does not serve; names the limit.
         """
-        dims = self.signature.bind(self.samples, self._known())
+        dims = self.signature.solve(self.samples, self._known())
+        # whether a head dim is served matters more than how its rows lie
         self._check_relations(dims)
+        self.signature.check_layouts(self.samples, dims)
         index = self._sample_device()
         if index is not None and index < torch.cuda.device_count():
             self._check_arch(dims, resolve_arch(None, index))
@@ -170,8 +188,8 @@ class APIBase:
         """Bytes of scratch memory that `execute` takes for the samples' extents."""
         return 0
 
-    def execute(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> None:
-        """Launch on `operands`, in signature order or by name.
+    def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
+        """Launch on `operands`, in signature order or by name. Counts as a write of each output, as torch's own ops do.
 
         Args:
             stream: None for torch's current stream of the operands' device, or what `stream_handle` takes; then the
@@ -184,7 +202,7 @@ class APIBase:
         """
         self._launch(self._ordered(operands, named), stream)
 
-    def bind(self, *operands: torch.Tensor, stream: Any = None, **named: torch.Tensor) -> Callable[[], None]:
+    def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
         """Validate once and return a launch of these very buffers, for decode loops and graph capture.
 
         The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
@@ -201,9 +219,9 @@ class APIBase:
         if self._is_empty(operands):
             return _launch_nothing
         if env.check() and not is_capturing():
-            self._check_contents(operands)
+            self._check_contents(dict(zip(self.signature.names, operands)))
         arranged = operands if self._arrange is None else self._arrange(operands)
-        bound = bound_launch(compiled.kernel, arranged, scalars + call_scalars, stream)
+        bound = bound_launch(compiled.kernel, arranged, scalars + call_scalars, stream, self._written(operands))
         if stream is not None:
             # Once is enough: what counts is the stream's work at the time the memory is freed.
             record_streams(operands, stream, operands[0].get_device())
@@ -215,7 +233,7 @@ class APIBase:
             self._compile_for(self._arch_name, _device_index((*operands, *named.values())))
         return self.execute(*operands, **named)
 
-    def check_call(self, operands: tuple) -> None:
+    def check_call(self, operands: tuple[Any, ...]) -> None:
         """Run the whole table on real operands, as samples, alignment and overlap included.
 
         Raises:
@@ -225,11 +243,25 @@ class APIBase:
         tensors = dict(zip(self.signature.names, operands, strict=True))
         specs = {name: TensorSpec.of(tensor, name) for name, tensor in tensors.items()}
         self._check_compiled_dtypes(specs)
-        dims = self.signature.bind(specs, self._known())
-        if fixed := self._compiled_extents(dims):
-            dims = self.signature.bind(specs, {**self._known(), **fixed})
+        dims = self.signature.solve(specs, self._known())
         self._check_relations(dims)
+        if fixed := self._compiled_extents(dims):
+            dims = self.signature.solve(specs, {**self._known(), **fixed})
+        self.signature.check_layouts(specs, dims)
         self.signature.bind_pointers(tensors, dims)
+
+    def check_given(self, inputs: tuple) -> None:
+        """Check the contents of the inputs of a wrapper, as they were given: indices may be int64, which kernels do not read. Synchronizes.
+
+        Args:
+            inputs: all operands that are no outputs, in signature order. The op's samples are copies of them.
+
+        Raises:
+            ContractError, UnsupportedError: as `check_support`; or an index is wrong, by the name of its operand and its place.
+        """
+        self.check_support()
+        names = (row.name for row in self.signature.operands if row.role in ("in", "update"))
+        self._check_contents(dict(zip(names, inputs, strict=True)))
 
     # The launch path. Operands like earlier ones are told by one call into C++; the compiled entry checks extents, alignment and devices of all.
     # Every line counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
@@ -256,6 +288,7 @@ class APIBase:
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, operands)
             raise
+        count_writes(self._written(operands))
         if stream is not None:
             record_streams(operands, stream, operands[0].get_device())
 
@@ -301,11 +334,12 @@ class APIBase:
     def _check_on_request(self, operands: tuple) -> None:
         """The checks that environment variables turn on, and the refusal where one switches the kernels off."""
         env.require_kernels()
-        if not env.fast_launch():
-            self.check_call(operands)
         # A capturing stream cannot be synchronized with, so contents are out of reach then.
-        if env.check() and not is_capturing():
-            self._check_contents(operands)
+        checks_contents = env.check() and not is_capturing()
+        if checks_contents or not env.fast_launch():
+            self.check_call(operands)
+        if checks_contents:
+            self._check_contents(dict(zip(self.signature.names, operands)))
 
     def _check_kinds(self, operands: tuple) -> None:
         """Refuse what is no plain tensor with memory, and what autograd would have to follow."""
@@ -314,7 +348,7 @@ class APIBase:
             if type(x) in _PLAIN_TYPES and not x.is_meta and not (grad_enabled and x.requires_grad):
                 continue
             if not isinstance(x, _Tensor):
-                raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+                raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(x)}")
             # A subclass with a dispatch of its own (fake, distributed, quantized) has no memory to hand over.
             if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
                 raise ContractError(f"{name}: wanted a plain tensor with device memory, got a {type(x).__name__}")
@@ -393,6 +427,12 @@ class APIBase:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}
+
+
+def _pick_written(signature: Signature) -> Callable[[tuple], tuple]:
+    """operands -> those that a launch writes, but for scratch memory. It can be copied and pickled."""
+    places = [i for i, row in enumerate(signature.operands) if row.role in ("out", "update")]
+    return itemgetter(slice(places[0], places[0] + 1)) if len(places) == 1 else itemgetter(*places)
 
 
 def _device_index(values: Iterable[Any]) -> int | None:

@@ -15,10 +15,11 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C import _AutoDispatchBelowADInplaceOrView as _BelowVersions
 from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime.launch import count_writes
 from cuteforge.runtime.streams import record_streams, stream_context
 
 _NAMESPACE = "cuteforge"
@@ -132,37 +133,43 @@ def is_traced(tensor: Any) -> bool:
     )
 
 
-def asked_stream(stream: Any, device: torch.device) -> AbstractContextManager:
-    """`stream_context` for the stream that a wrapper was asked for; None leaves torch's current one.
+def asked_stream(stream: Any, *given: Any) -> AbstractContextManager:
+    """A context for all work of a wrapper: on the stream that it was asked for, on torch's current one for None.
+
+    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The tensors that the caller gave
+    belong to other streams, so they are recorded on it: their memory is not handed out again while the stream may still read or write it.
+
+    Args:
+        given: all tensors of the call, the first of them known to be one; None or no tensor for others.
 
     Raises:
-        ContractError: a stream inside a compiled function, whose launches torch.compile puts in order itself.
+        ContractError: no stream, one of another GPU, or one inside a compiled function, whose launches torch.compile puts in order itself.
     """
     if stream is None:
         return _NO_CONTEXT
     if is_dynamo_compiling():
         raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
+    if not given[0].is_cuda:
+        return _NO_CONTEXT  # the op refuses the tensor by name
+    device = given[0].get_device()
+    record_streams(
+        [x for x in given if isinstance(x, _Tensor) and x.is_cuda and x.get_device() == device], stream, device
+    )
     return stream_context(stream, device)
 
 
-def call_op(name: str, operands: Mapping[str, Any], arguments: tuple, stream: Any = None) -> Any:
+def call_op(name: str, operands: Mapping[str, Any], arguments: tuple) -> Any:
     """Call ``cuteforge::<name>(*arguments)`` for a wrapper: on CUDA tensors, launched on torch's current stream.
 
     Args:
         operands: the tensors of the call by name.
         arguments: all that the op takes.
-        stream: None, or the stream that the wrapper was asked for, which is current now. `operands` are recorded on it: a
-            graph may be freed, and they with it, while the stream is behind.
 
     Raises:
         ContractError: an operand is no CUDA tensor, by name.
     """
     _check_gpu_tensors(operands)
-    result = _op(name)(*arguments)
-    if stream is not None:
-        tensors = tuple(operands.values())
-        record_streams(tensors, stream, tensors[0].device)
-    return result
+    return _op(name)(*arguments)
 
 
 def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> None:
@@ -183,7 +190,7 @@ def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     """What the dispatcher would refuse without naming it, or would run on the CPU."""
     for name, tensor in operands.items():
         if not isinstance(tensor, _Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensor).__name__}")
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensor)}")
     for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")
@@ -301,7 +308,7 @@ def _version_kernel(op: Any) -> Callable:
     written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
     def kernel(*inputs: Any) -> Any:
-        increment_version([inputs[i] for i in written])
+        count_writes([inputs[i] for i in written])
         with _BelowVersions():
             return op(*inputs)
 

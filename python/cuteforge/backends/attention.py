@@ -34,7 +34,7 @@ registry.on_change(known_calls.forget)
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
-    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: Any = None, *,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: registry.Backend | None = None, *,
     scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.
@@ -61,7 +61,7 @@ def attention(
 
     Returns:
         ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0. Calls that need a gradient are
-        served by a backend that has one; a cache keeps none.
+        served by a backend that has one. Over a cache it reaches q and the new tokens' k and v; what was stored by earlier calls is constant.
 
     Numerics: those of the backend; at least fp32 sums and one rounding of the result.
 

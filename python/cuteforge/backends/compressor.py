@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 def compress(
     kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int = 2,
-    cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None, backend: Any = None,
+    cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None, backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Gated pooling of a packed token stream, by the kernels on a GPU that runs them and in eager torch elsewhere.
 

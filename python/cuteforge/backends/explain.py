@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _EXPLAINERS = {attention: explain_attention, apply_rotary_emb: explain_rotary_em
 _BY_NAME = {function.__name__: explainer for function, explainer in _EXPLAINERS.items()}
 
 
-def explain(function: Any, /, *args: Any, **kwargs: Any) -> Decision:
+def explain(function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args: Any, **kwargs: Any) -> Decision:
     """Which backend would serve a call of a policy function, and what each says of it. Runs nothing and changes nothing.
 
     Args:

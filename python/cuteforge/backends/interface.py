@@ -120,6 +120,13 @@ def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:
     return fwd or (DECODE if is_decode else PREFILL)
 
 
+def mark_stored(kv_cache: Any, layer_id: int) -> None:
+    """Tell a cache that a kernel has stored the batch's tokens in a layer. A cache that is no `KVCache` need not want to know."""
+    mark = getattr(kv_cache, "mark_stored", None)
+    if mark is not None:
+        mark(layer_id)
+
+
 def bound_batch(kv_cache: Any) -> Batch:
     """The batch that the cache is bound to.
 

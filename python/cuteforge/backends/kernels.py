@@ -36,7 +36,7 @@ _SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
     ),
 }  # fmt: skip
 
-KERNEL_NAMES = tuple(_SAMPLES)
+KERNEL_NAMES: tuple[str, ...] = tuple(_SAMPLES)
 
 
 def is_available(name: str) -> bool:

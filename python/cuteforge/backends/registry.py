@@ -28,6 +28,9 @@ class ATTN_BACKEND(enum.Enum):
     TORCH_NATIVE = TorchNativeBackend.name
 
 
+# How one is asked for.
+Backend = ATTN_BACKEND | str | AttentionBackend | type[AttentionBackend]
+
 # Largest priority first. Replaced, never changed, so that readers need no lock.
 _backends: dict[str, AttentionBackend] = {}
 _lock = threading.Lock()
@@ -93,7 +96,7 @@ def resolve(backend: Any, argument: str = "backend") -> AttentionBackend:
 
 
 @contextlib.contextmanager
-def attn_backend(backend: Any) -> Iterator[AttentionBackend]:
+def attn_backend(backend: Backend) -> Iterator[AttentionBackend]:
     """Within it `attention` runs on this backend or raises, in this thread and in the async tasks that start here.
 
     Args:

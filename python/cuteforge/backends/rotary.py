@@ -42,7 +42,8 @@ class Request(NamedTuple):
 
 def apply_rotary_emb(
     x: torch.Tensor, freqs_cis: torch.Tensor | None = None, *, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None, interleaved: bool = True, inverse: bool = False, backend: Any = None,
+    positions: torch.Tensor | None = None, interleaved: bool = True, inverse: bool = False,
+    backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rotary embedding of one tensor, out of place, by the kernel on a GPU that runs it and in eager torch elsewhere.
 

@@ -45,6 +45,8 @@ def attend(
         return scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
     # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is dropped.
     is_empty = ~keep.any(-1, keepdim=True)
+    # Its query counts for nothing either: a NaN in it would reach the gradients of all keys.
+    by_head[0] = by_head[0].masked_fill(is_empty, 0)
     out = scaled_dot_product_attention(*by_head, attn_mask=keep | is_empty, **options)
     return out.masked_fill(is_empty, 0).transpose(1, 2)
 
@@ -60,15 +62,16 @@ def _attend_by_scores(
         sinks: ``(Hq,)`` logits without values.
     """
     dtype, (batch, length, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
-    kv_heads = k.shape[2]
+    kv_heads, is_empty = k.shape[2], None
+    if keep is not None:
+        is_empty = ~keep.any(-1, keepdim=True)
+        q = q.masked_fill(is_empty.transpose(1, 2), 0)
     grouped = q.to(dtype).view(batch, length, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("blhgd,bshd->bhgls", grouped, k.to(dtype)).flatten(1, 2)
     scores = scores * (dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    is_empty = None
     if keep is not None:
-        is_empty = ~keep.any(-1, keepdim=True)
         scores = scores.masked_fill(~(keep | is_empty), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)

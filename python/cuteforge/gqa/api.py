@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from cuteforge.api_base import Sample
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import Problem, Traits, select_decode
 from cuteforge.gqa.op import AttentionOp
-from cuteforge.gqa.options import Window
+from cuteforge.gqa.options import Window, checked_splits
 from cuteforge.runtime.arch import Arch
 from cuteforge.tensor_spec import Dims
 
@@ -20,7 +20,7 @@ class _Decode(AttentionOp):
     """A few query tokens for many keys, which several CTAs share."""
 
     def __init__(self, num_splits: int | None, *options: Any, **samples: Any) -> None:
-        self.num_splits = _splits(num_splits)
+        self.num_splits: int | None = checked_splits(num_splits)
         super().__init__(*options, **samples)
 
     @property
@@ -73,8 +73,9 @@ class GQADecode(_Decode):
     _REQUIRED = ("q", "k", "v", "out")
 
     def __init__(
-        self, q: Any, k: Any, v: Any, out: Any, *, seqlens_k: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
-        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        self, q: Sample, k: Sample, v: Sample, out: Sample, *, seqlens_k: Sample | None = None,
+        mask: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
+        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
         num_splits: int | None = None,
     ) -> None:  # fmt: skip
         tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
@@ -99,15 +100,17 @@ class GQAPrefill(AttentionOp):
     _REQUIRED = ("q", "k", "v", "out")
 
     def __init__(
-        self, q: Any, k: Any, v: Any, out: Any, *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqlens_k: Any = None,
-        mask: Any = None, lse: Any = None, sinks: Any = None, causal: bool = False, softmax_scale: float | None = None,
-        window: Window | None = None, softcap: float | None = None,
+        self, q: Sample, k: Sample, v: Sample, out: Sample, *, cu_seqlens_q: Sample | None = None,
+        cu_seqlens_k: Sample | None = None, seqlens_k: Sample | None = None, mask: Sample | None = None,
+        lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
+        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
     ) -> None:  # fmt: skip
         tensors = {"q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         tensors |= {"seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
         super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
             if name not in given and other in given:
                 raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
@@ -122,7 +125,8 @@ class GQAPrefill(AttentionOp):
 class _Paged:
     """What the paged ops share."""
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         if ("seqlens_k" in given) == ("kv_indptr" in given):
             problem = (
                 "a tensor, or else kv_indptr, got neither"
@@ -158,10 +162,11 @@ class PagedGQADecode(_Paged, _Decode):
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
 
     def __init__(
-        self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, out: Any, *, seqlens_k: Any = None, kv_indptr: Any = None,
-        page_table_rows: Any = None, new_k: Any = None, new_v: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
-        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
-        num_splits: int | None = None,
+        self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, out: Sample, *,
+        seqlens_k: Sample | None = None, kv_indptr: Sample | None = None, page_table_rows: Sample | None = None,
+        new_k: Sample | None = None, new_v: Sample | None = None, mask: Sample | None = None, lse: Sample | None = None,
+        sinks: Sample | None = None, causal: bool = False, softmax_scale: float | None = None,
+        window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
     ) -> None:  # fmt: skip
         pool = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "out": out}
         lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
@@ -185,9 +190,10 @@ class PagedGQAPrefill(_Paged, AttentionOp):
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")
 
     def __init__(
-        self, q: Any, k_cache: Any, v_cache: Any, page_table: Any, cu_seqlens_q: Any, out: Any, *, seqlens_k: Any = None,
-        kv_indptr: Any = None, page_table_rows: Any = None, mask: Any = None, lse: Any = None, sinks: Any = None,
-        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, cu_seqlens_q: Sample, out: Sample, *,
+        seqlens_k: Sample | None = None, kv_indptr: Sample | None = None, page_table_rows: Sample | None = None,
+        mask: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
+        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
     ) -> None:  # fmt: skip
         pool = {
             "q": q,
@@ -208,9 +214,3 @@ class PagedGQAPrefill(_Paged, AttentionOp):
 def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
     """Query rows that read one KV head: the heads of its group times the tokens."""
     return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
-
-
-def _splits(value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
-        raise ContractError(f"num_splits: wanted None or an int of 1 or more, got {value!r}")
-    return None if value is None else int(value)

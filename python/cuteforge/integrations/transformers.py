@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.nn.functional import pad
 
-from cuteforge.backends.attention import attention
+from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.integrations.versions import require_transformers
 

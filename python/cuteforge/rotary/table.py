@@ -7,22 +7,20 @@ Plain frequencies are ``base ** (-2 * i / rotary_dim)`` for pair ``i`` (RoFormer
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 
+from cuteforge.arguments import described, integer, number
 from cuteforge.errors import ContractError, UnsupportedError
 
-# Columns that no head has: a typo would fill the memory with frequencies.
-_MAX_ROTARY_DIM = 1 << 16
 _DEFAULT_BASE = 10000.0
-# The last offset in bytes that torch counts, of fp32.
-_MAX_ELEMENTS = 1 << 60
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
 _CHUNK_ELEMENTS = 1 << 22
+# What no table has: positions are int32, or int64 for no other reason than that torch makes them so.
+_MOST_POSITIONS, _MOST_COLUMNS = 2**31 - 1, 2**16
 
 
 @dataclass(frozen=True)
@@ -230,12 +228,11 @@ def rotary_table(
         ContractError: names the argument, or the key of `scaling`.
         UnsupportedError: a type of transformers that one table cannot serve.
     """
-    max_pos = _checked_int("max_pos", max_pos, at_least=0)
+    max_pos = integer("max_pos", max_pos, least=0, most=_MOST_POSITIONS)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)
-    if max_pos * len(frequencies) > _MAX_ELEMENTS:
-        raise ContractError(f"max_pos: wanted a table of at most 2**60 elements, got {max_pos} positions")
+    device = _device(device)
     frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
-    cos, sin = (torch.empty(max_pos, rotary_dim // 2, dtype=torch.float32, device=device) for _ in range(2))
+    cos, sin = (torch.empty(max_pos, len(frequencies), dtype=torch.float32, device=device) for _ in range(2))
     rows = max(1, _CHUNK_ELEMENTS // len(frequencies))
     for start in range(0, max_pos, rows):
         stop = min(start + rows, max_pos)
@@ -249,9 +246,9 @@ def rotary_frequencies(
     rotary_dim: int, base: float | None = None, scaling: Scaling | Mapping[str, Any] | None = None
 ) -> tuple[list[float], float]:
     """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see `rotary_table`."""
-    rotary_dim = _checked_int("rotary_dim", rotary_dim, at_least=2)
-    if rotary_dim % 2 or rotary_dim > _MAX_ROTARY_DIM:
-        raise ContractError(f"rotary_dim: wanted an even number of at most {_MAX_ROTARY_DIM}, got {rotary_dim}")
+    rotary_dim = integer("rotary_dim", rotary_dim, least=2, most=_MOST_COLUMNS)
+    if rotary_dim % 2:
+        raise ContractError(f"rotary_dim: wanted an even number, got {rotary_dim}")
     chosen, theta = _parse(scaling)
     base = _checked_base(base, theta)
     frequencies = [base ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
@@ -260,15 +257,27 @@ def rotary_frequencies(
     return chosen.scale(frequencies, rotary_dim, base), chosen.amplitude
 
 
+def _device(device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ContractError(f"device: wanted None or a device of torch, got {described(device)}") from error
+
+
 def _checked_base(base: Any, theta: float | None) -> float:
     """The argument `base`, or ``rope_theta`` of `scaling`, as a float."""
     if base is None:
         return _DEFAULT_BASE if theta is None else theta
-    base = _checked_number("base", base, 1.0)
-    if base == 1:
-        raise ContractError(f"base: wanted a number above 1, got {base}")
+    base = _base("base", base)
     if theta not in (None, base):
         raise ContractError(f"base: wanted None or {theta}, rope_theta of scaling, got {base}")
+    return base
+
+
+def _base(name: str, value: Any) -> float:
+    base = number(name, value)
+    if base <= 1:
+        raise ContractError(f"{name}: wanted a number above 1, got {base:g}")
     return base
 
 
@@ -288,9 +297,7 @@ def _parse(scaling: Any) -> tuple[Scaling | None, float | None]:
     options = {key: value for key, value in scaling.items() if value is not None and key not in _OTHER_KEYS}
     kind = _pop_kind(options)
     theta = options.pop("rope_theta", None)
-    if theta is not None and _checked_number("scaling.rope_theta", theta, 1.0) == 1:
-        raise ContractError(f"scaling.rope_theta: wanted a number above 1, got {theta}")
-    return _make(kind, options), None if theta is None else float(theta)
+    return _make(kind, options), None if theta is None else _base("scaling.rope_theta", theta)
 
 
 def _refuse_layers(scaling: Mapping) -> None:
@@ -334,32 +341,10 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _check_numbers(scaling: Scaling, **at_least: float) -> None:
-    """Refuse a field that is no finite number of at least so much, integers where the limit is an int; others become Python's own numbers."""
+    """Refuse a field that is no number of at least so much, integers where the limit is an int; numpy's become Python's own."""
     for name, limit in at_least.items():
-        checked = _checked_int if isinstance(limit, int) else _checked_number
-        object.__setattr__(scaling, name, checked(f"scaling.{name}", getattr(scaling, name), limit))
-
-
-def _checked_number(name: str, value: Any, at_least: float) -> float:
-    try:
-        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < at_least:
-        raise ContractError(f"{name}: wanted a finite number of {at_least:g} or more, got {_shown(value)}")
-    return number
-
-
-def _checked_int(name: str, value: Any, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not at_least <= value < 1 << 63:
-        raise ContractError(f"{name}: wanted an int of {at_least} or more, below 2**63, got {_shown(value)}")
-    return int(value)
-
-
-def _shown(value: Any) -> str:
-    """`value` in an error: not all digits of a number that has hundreds."""
-    return (
-        repr(value)
-        if not isinstance(value, numbers.Integral) or abs(value) < 1 << 128
-        else "an int of more than 128 bits"
-    )
+        value, named = getattr(scaling, name), f"scaling.{name}"
+        checked = integer(named, value, limit) if isinstance(limit, int) else number(named, value)
+        if checked < limit or isinstance(value, bool):
+            raise ContractError(f"{named}: wanted a finite number of {limit:g} or more, got {described(value)}")
+        object.__setattr__(scaling, name, checked)

@@ -1,7 +1,7 @@
 """What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that decide the speed.
 
-Every tile that is ever selected is compiled, with the longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is
-an error.
+Compiled are the kernels that have the fewest registers to spare (`selected`); with `--full`, every tile that is ever selected, with the longest part
+of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
 """
 
 import itertools
@@ -16,7 +16,8 @@ from cuteforge.runtime.arch import resolve_arch
 from cuteforge.tensor_spec import ITEMSIZE
 from helpers import sass
 
-FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
+FULL = "sm_90a"
+ARCHS = (FULL, "sm_80", "sm_89", "sm_100a", "sm_120a")
 REGISTERS_PER_SM = 65536
 REGISTER_GRANULE = 8  # registers a thread are handed out in eights
 ATOMICS = r"REDG?\b|ATOM"
@@ -39,11 +40,15 @@ def candidates(arch):
 
 def most_demanding(every, kind):
     """Of each kind the one with the most window entries a warp; among those, with the most conditions on them. A kind of None is left out."""
+    return [max(alike, key=_demand) for alike in _by_kind(every, kind)]
+
+
+def _by_kind(every, kind):
     found = {}
     for traits in every:
         found.setdefault(kind(traits), []).append(traits)
     found.pop(None, None)
-    return [max(alike, key=_demand) for alike in found.values()]
+    return found.values()
 
 
 def _demand(traits):
@@ -57,31 +62,76 @@ def full_kind(traits):
     return traits.backward, tile, ITEMSIZE[traits.problem.dtype], width
 
 
-def reduced_kind(traits):
-    """Every tile with accesses of 16 bytes. Those of 2 bytes take three times as long to compile: only four of them."""
-    width = access_bytes(traits)
-    tile = traits.tile if width == 16 else traits.tile.split_window
-    return (traits.backward, tile) if width in (2, 16) else None
-
-
 def atomic_kind(traits):
     """With and without spare entries: where registers are short, either may be the one that spills."""
     return (traits.tile, traits.has_spare_slots) if traits.backward and access_bytes(traits) == 16 else None
 
 
-def reduced_atomic_kind(traits):
-    return atomic_kind(traits) and (traits.tile.resident, traits.has_spare_slots)
+def short_of_registers(every, kind):
+    """Of each kind the tiles that no other one outdoes: it would hold as many entries a lane, with as many warps on an SM to share the registers."""
+    chosen = []
+    for alike in _by_kind(most_demanding(every, lambda traits: (kind(traits), traits.tile)), kind):
+        wants = {
+            traits: (traits.slots * traits.tile.cols_per_lane, traits.tile.num_warps * traits.tile.ctas_per_sm)
+            for traits in alike
+        }
+        most = {want for want in wants.values() if not any(_outdoes(other, want) for other in wants.values())}
+        chosen += [max((t for t in alike if wants[t] == want), key=_demand) for want in sorted(most)]
+    return chosen
 
 
-def cases_of(arch_name):
+def _outdoes(other, want):
+    return other != want and all(a >= b for a, b in zip(other, want))
+
+
+def shape_kind(traits):
+    """What has code of its own: the direction, how a window is shared out, the columns of a lane, the size of an element."""
+    tile, itemsize = traits.tile, ITEMSIZE[traits.problem.dtype]
+    return (
+        (traits.backward, tile.split_window, tile.resident, tile.cols_per_lane, itemsize)
+        if access_bytes(traits) == 16
+        else None
+    )
+
+
+def way_kind(traits):
+    """The direction and how a window is shared out."""
+    return (traits.backward, traits.tile.split_window, traits.tile.resident) if access_bytes(traits) == 16 else None
+
+
+def narrow_kind(traits):
+    """Accesses of 2 bytes take three times as long to compile, and the most addresses; those between are compiled once each."""
+    width = access_bytes(traits)
+    return (traits.backward, traits.tile.split_window, width) if width < 16 else None
+
+
+def narrowest_kind(traits):
+    return (traits.backward,) if access_bytes(traits) == 2 and traits.tile.resident else None
+
+
+def part_kind(traits):
+    """Sums that are kept in registers and sums that are not, where every warp has its whole part to do."""
+    return (traits.tile.resident,) if traits.backward and access_bytes(traits) == 16 else None
+
+
+def every_case(arch, every):
+    """Each tile once, with and without atomics."""
+    return most_demanding(every, full_kind), most_demanding(every, atomic_kind)
+
+
+def selected(arch, every):
+    """Where registers are short: on one architecture in each shape and access, on the others in each way to share out a window."""
+    if arch.name == FULL:
+        cases = short_of_registers(every, shape_kind) + most_demanding(every, narrow_kind)
+        return cases, most_demanding(every, lambda t: part_kind(t) and (*part_kind(t), t.has_spare_slots))
+    return short_of_registers(every, way_kind) + most_demanding(every, narrowest_kind), most_demanding(every, part_kind)
+
+
+def cases_of(arch_name, is_full):
     arch = resolve_arch(arch_name, None)
-    every = candidates(arch)
-    is_full = arch_name == FULL
-    cases = [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
-    cases += most_demanding(every, full_kind if is_full else reduced_kind)
-    with_atomics = most_demanding(every, atomic_kind if is_full else reduced_atomic_kind)
-    cases += [replace(traits, deterministic=False) for traits in with_atomics]
-    return list(dict.fromkeys(cases))
+    cases, with_atomics = (every_case if is_full else selected)(arch, candidates(arch))
+    models = [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
+    return list(dict.fromkeys(models + cases + [replace(traits, deterministic=False) for traits in with_atomics]))
 
 
 def label(arch_name, traits):
@@ -90,14 +140,13 @@ def label(arch_name, traits):
     return f"{arch_name}-{direction}-{problem.dtype}-r{problem.ratio}c{problem.coff}d{problem.head_dim}"
 
 
-CASES = [
-    pytest.param(arch_name, traits, id=label(arch_name, traits))
-    for arch_name in (FULL, *REDUCED)
-    for traits in cases_of(arch_name)
-]
+def pytest_generate_tests(metafunc):
+    if "traits" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--full")
+        cases = [(arch_name, traits) for arch_name in ARCHS for traits in cases_of(arch_name, is_full)]
+        metafunc.parametrize(("arch_name", "traits"), cases, ids=[label(*case) for case in cases])
 
 
-@pytest.mark.parametrize(("arch_name", "traits"), CASES)
 def test_machine_code(arch_name, traits):
     build = (backward if traits.backward else forward).build(traits)
     binary = sass.compile_binary(build, arch_name)

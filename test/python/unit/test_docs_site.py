@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 import os
@@ -20,8 +21,20 @@ NAV = re.compile(r"^nav:\n((?: +.*\n)+)", re.MULTILINE)
 PAGE_OF_NAV = re.compile(r"^ +- [^:\n]+: (\S+\.md)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 PUBLIC = sorted(set(cuteforge.__all__) - {"__version__"})
+# What public functions take and give beside public names.
+OTHERS = (
+    "cuteforge.api_base.Sample",
+    "cuteforge.backends.interface.Request",
+    "cuteforge.backends.kv_cache.Batch",
+    "cuteforge.backends.selection.Decision",
+    "cuteforge.backends.selection.Verdict",
+    "cuteforge.integrations.transformers.register",
+    "cuteforge.runtime.streams.Stream",
+)
+SIGNATURE = re.compile(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', re.DOTALL)
+LINE_LENGTH = 100
 # The packages of the extra `docs`. What they would find wrong with navigation, names or links is also checked without them, here and in test_docs.
-HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")))
+HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers", "ruff")))
 
 
 def module_of(name: str) -> str:
@@ -42,6 +55,11 @@ def test_reference_holds_every_public_name(name):
     module = importlib.import_module(module_of(name))
     is_exported = module.__name__ in shown and name in getattr(module, "__all__", ())
     assert is_exported or f"{module.__name__}.{name}" in shown
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_reference_holds_what_public_functions_take_and_give(name):
+    assert name in DIRECTIVE.findall((DOCS / "reference.md").read_text())
 
 
 def test_support_page_has_the_versions_of_the_package():
@@ -65,3 +83,7 @@ def test_site_builds_without_a_warning_and_shows_every_public_name(tmp_path):
     reference = (tmp_path / "reference" / "index.html").read_text()
     missing = [name for name in PUBLIC if not re.search(rf'id="cuteforge\.[\w.]*\b{name}"', reference)]
     assert missing == []
+    signatures = [html.unescape(re.sub("<[^>]+>", "", shown)) for shown in SIGNATURE.findall(reference)]
+    assert len(signatures) > len(PUBLIC)
+    cut_off = [line for shown in signatures for line in shown.splitlines() if len(line) > LINE_LENGTH]
+    assert cut_off == []

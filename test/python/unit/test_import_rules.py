@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
 FAMILIES = ("gqa", "rotary", "csa")
 LAYERS = (
     "errors",
+    "arguments",
     "tensor_spec",
     "runtime",
     "device",
@@ -28,9 +28,7 @@ LAYERS = (
     "__main__",
 )
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in ([layer] if isinstance(layer, str) else layer)}
-# The budget is 50 ms. CI runs on two shared cores, where a bare interpreter start varies by as much: it gets three times that.
 IMPORT_BUDGET_MS = 50
-CI_FACTOR = 3
 # What the package must not touch when imported.
 HEAVY = ("torch", "cutlass", "tvm_ffi", "cuda", "numpy", "rich")
 
@@ -52,6 +50,12 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int,
                 keep = len(here) - node.level + is_package
                 base = ".".join([*here[:keep], *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def typing_lines(tree: ast.AST) -> set[int]:
+    """The lines under ``if TYPE_CHECKING:``, which only type checkers read."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {line for block in blocks for part in block.body for line in range(part.lineno, part.end_lineno + 1)}
 
 
 def room_of(dotted: str) -> str | None:
@@ -77,15 +81,18 @@ def violations(root: Path) -> list[str]:
     kernels = kernel_modules(trees, packages)
     found = []
     for module, tree in trees.items():
+        for_types = typing_lines(tree)
         for line, name in imports(tree, module, module in packages):
-            if reason := refusal(module, name, kernels):
+            if reason := refusal(module, name, kernels, line in for_types):
                 found.append(f"{module}:{line} imports {name}: {reason}")
     return found
 
 
-def refusal(module: str, name: str, kernels: set[str]) -> str | None:
-    """Why `module` may not import `name`, or None."""
+def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str | None:
+    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow too."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
+    if for_types and (module == "cuteforge" or top == "torch"):
+        return None
     if module == "cuteforge":
         return "the package imports by name, lazily" if other or top in HEAVY else None
     if top == "torch" and room in ("errors", "tensor_spec", "device"):
@@ -127,6 +134,9 @@ def test_every_room_has_a_place_in_the_arrow():
         ("csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
         ("csa/api.py", "def f():\n    import cutlass", "only kernel files"),
         ("csa/api.py", "from cuteforge.device import copy", "compile cache only"),
+        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.csa import api", "lies above"),
+        ("errors.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "no torch"),
+        ("__init__.py", "if not TYPE_CHECKING:\n    import torch", "lazily"),
         ("__init__.py", "from cuteforge.errors import ContractError", "lazily"),
     ],
 )
@@ -140,6 +150,18 @@ def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
     found = violations(root)
     assert len(found) == 1
     assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("__init__.py", "cuteforge.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")]
+)
+def test_imports_for_type_checkers_cost_nothing_and_are_allowed(tmp_path, path, name):
+    root = tmp_path / "cuteforge"
+    root.mkdir()
+    module, _, imported = name.rpartition(".")
+    statement = f"from {module} import {imported}" if module else f"import {imported}"
+    (root / path).write_text(f"if TYPE_CHECKING:\n    {statement}\n")
+    assert violations(root) == []
 
 
 def test_environment_variables_are_read_in_one_file():
@@ -175,8 +197,9 @@ def test_errors_and_specs_come_without_torch():
 
 
 def test_import_is_fast():
-    code = "import time; t = time.perf_counter(); import cuteforge; print((time.perf_counter() - t) * 1e3)"
-    assert statistics.median(float(run_python(code)) for _ in range(5)) < IMPORT_BUDGET_MS * CI_FACTOR
+    """In time of the processor, for others may have it meanwhile; the fastest of five."""
+    code = "import time; t = time.process_time(); import cuteforge; print((time.process_time() - t) * 1e3)"
+    assert min(float(run_python(code)) for _ in range(5)) < IMPORT_BUDGET_MS
 
 
 def test_names_are_listed_and_unknown_ones_refused():

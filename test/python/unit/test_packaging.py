@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
 
 import cuteforge
+from helpers import process
 
 ROOT = Path(__file__).resolve().parents[3]
 TEST_COMMAND = "python -m pytest test/python"
@@ -33,9 +37,86 @@ def test_ci_runs_the_commands_of_the_readme():
         assert f"'{command}'" in read(".ci/run")
 
 
-def test_version_is_one_value():
-    assert cuteforge.__version__ == "0.1.0"
+def dev_extra() -> list[str]:
+    (extra,) = re.findall(r"^dev = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)
+    return re.findall(r'"([^"]+)"', extra)
+
+
+def test_ci_installs_the_pinned_tools_and_no_others():
+    """The command by which .ci/run reads the pins finds those of the extra dev."""
+    (pattern,) = re.findall(r"grep -oE '([^']+)' pyproject.toml", read(".ci/run"))
+    pinned = [tool for tool in dev_extra() if "==" in tool]
+    assert {re.split(r"[\[=]", tool)[0] for tool in pinned} == {"ruff", "mypy", "pyright"}
+    assert [match[0].strip('"') for match in re.finditer(pattern, read("pyproject.toml"))] == pinned
+
+
+def test_version_is_the_newest_of_the_changelog():
+    newest, date = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), re.MULTILINE)[0]
+    assert (cuteforge.__version__, len(date)) == (newest, 10)
     assert 'path = "python/cuteforge/__init__.py"' in read("pyproject.toml")
+
+
+def torch_floor() -> str:
+    (floor,) = re.findall(r'^ +"torch>=([\d.]+)",$', read("pyproject.toml"), re.MULTILINE)
+    return floor
+
+
+def test_torch_floor_is_one_value():
+    assert ".".join(map(str, cuteforge._TORCH_FLOOR)) == torch_floor()
+    assert f"torch | {torch_floor()} or newer" in read("README.md")
+
+
+def use_with_torch(version: str, use: str) -> str:
+    """What becomes of `use` where torch says that it is `version`; nothing of torch can be imported there."""
+    code = f"""
+        import sys, types
+        sys.modules["torch"] = types.ModuleType("torch")
+        sys.modules["torch"].__version__ = {version!r}
+        import cuteforge
+        try:
+            {use}
+        except ImportError as error:
+            print(type(error).__name__, error)
+    """
+    return process.run(textwrap.dedent(code)).strip()
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13.1"])
+@pytest.mark.parametrize("use", ["cuteforge.attention", "from cuteforge import GQADecode"])
+def test_older_torch_is_refused_by_name_at_first_use(version, use):
+    text = use_with_torch(version, use)
+    assert text == f"ImportError cuteforge needs torch>={torch_floor()}, but torch {version} is installed: " + (
+        f"pip install 'torch>={torch_floor()}'"
+    )
+
+
+@pytest.mark.parametrize("version", [None, "2.11.0a0+git1234", "2.11.0", "3.0.0"])
+def test_torch_from_the_floor_on_is_not_refused(version):
+    cuteforge._check_torch(version or torch_floor())
+
+
+def test_names_that_know_no_torch_are_served_beside_any():
+    assert use_with_torch("2.0.0", "print(cuteforge.ContractError.__name__, cuteforge.TensorSpec.__name__)") == (
+        "ContractError TensorSpec"
+    )
+
+
+def test_console_script_is_the_command_line():
+    (target,) = re.findall(r'^cuteforge = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
+    module, _, function = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_sdist_holds_what_the_tests_read():
+    """Every name in the root of the checkout that a file of tests goes through `ROOT` for, and this file."""
+    (included,) = re.findall(
+        r"targets.sdist\]\nonly-include = \[\n(.*?)^\]", read("pyproject.toml"), re.MULTILINE | re.DOTALL
+    )
+    names = set(re.findall(r'"([^"]+)"', included)) | {"pyproject.toml", ".gitignore"}
+    in_git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not in_git:
+        pytest.skip("no git checkout")
+    assert {path.partition("/")[0] for path in in_git} == names
 
 
 def test_licence_is_complete():

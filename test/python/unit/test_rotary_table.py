@@ -44,7 +44,7 @@ GPT_OSS = (
         "beta_slow": 1.0, "truncate": False,
     },
 )  # fmt: skip
-# Positions of report RO-3: beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
+# Positions beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
 RO_3_POSITIONS = (257, 1857, 4095, 15962, 65537, 1000003)
 
 
@@ -167,7 +167,7 @@ def test_yarn_limits_on_one_pair_are_a_step():
 
 
 def test_angles_are_fp64_at_any_position():
-    """RO-3: each entry is the fp64 value rounded once to fp32."""
+    """Each entry is the fp64 value rounded once to fp32."""
     cos, sin = rotary_table(max(RO_3_POSITIONS) + 1, 8)
     for position in RO_3_POSITIONS:
         for i, frequency in enumerate(plain(8, 1e4)):
@@ -325,15 +325,15 @@ def test_numbers_of_numpy_count():
 @pytest.mark.parametrize(
     "scaling",
     [
-        YarnScaling(1e300, 1, beta_slow=5e-324),
-        YarnScaling(2.0, 2**62, beta_fast=1e308, beta_slow=1e307),
+        YarnScaling(3e38, 1, beta_slow=5e-324),
+        YarnScaling(2.0, 2**62, beta_fast=3e38, beta_slow=3e37),
         YarnScaling(2.0, 1, beta_fast=1e-300, beta_slow=5e-324),
-        Llama3Scaling(1e300, 0.0, 1e300, 2**62),
-        NTKScaling(1e300),
+        Llama3Scaling(3e38, 0.0, 3e38, 2**62),
+        NTKScaling(3e38),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("base", [1 + 2**-52, 1e308])
+@pytest.mark.parametrize("base", [1 + 2**-52, 3e38])
 def test_extreme_numbers_give_finite_frequencies(scaling, base):
     frequencies, amplitude = rotary_frequencies(64, base, scaling)
     assert all(map(math.isfinite, (*frequencies, amplitude)))

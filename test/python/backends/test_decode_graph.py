@@ -10,7 +10,7 @@ from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError
 from cuteforge.gqa.wrapper import paged_gqa_decode_wrapper
 from helpers.kv_cache import attend, poisoned, snapshot
-from helpers.odd_values import ODD_VALUES, refusal
+from helpers.nonsense import NONSENSE, refusal
 
 HEADS, KV_HEADS, D = 8, 2, 64
 SIZES = (1, 2, 4, 6)
@@ -324,7 +324,7 @@ ARGUMENTS = {
 def test_nonsense_is_refused_by_name(argument):
     """A bool of use_graphs wants a GPU, which these caches do not have."""
     given = {"step": len, "cache": make_cache("cpu", torch.float32)}
-    for name, value in ODD_VALUES.items():
+    for name, value in NONSENSE.items():
         if name not in ARGUMENTS[argument]:
             message = refusal(DecodeGraph, **{**given, argument: value})
             assert re.match(rf"{argument}(\[0\])?:", message), (name, message)
@@ -339,7 +339,7 @@ def test_nonsense_of_a_call_is_refused_by_name_and_changes_nothing(is_first):
         graph(requests, torch.ones(2, 3))
     before, inputs = snapshot(cache), torch.ones(2, 3)
     rows = ("matrix", "int_tensor") if is_first else ()  # two of them: as good as any in a first call
-    for name, value in ODD_VALUES.items():
+    for name, value in NONSENSE.items():
         if name not in ("empty", "tuple"):
             assert re.match(r"requests?(\[0\])?:", refusal(graph, value, inputs)), name
         if name not in rows:

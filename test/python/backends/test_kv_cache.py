@@ -10,7 +10,7 @@ from cuteforge.backends import kv_cache as module
 from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError, UnsupportedError
 from helpers.kv_cache import Dense, facts, poisoned, snapshot
-from helpers.odd_values import ODD_VALUES, refusal
+from helpers.nonsense import NONSENSE, refusal
 
 LAYERS, HEADS, DIMS = 2, (4, 2), (8, 16)
 SIZES = {"num_layers": LAYERS, "num_kv_heads": HEADS[1], "head_dim": DIMS[0]}
@@ -521,7 +521,7 @@ def test_nonsense_is_refused_by_name_and_changes_nothing(method, argument):
     cache.bind_decode(requests)
     before = snapshot(cache)
     begin = BEGINS.get(argument, rf"{argument}(\[0\])?:")
-    for name, value in ODD_VALUES.items():
+    for name, value in NONSENSE.items():
         if name in (*SERVED.get(argument, ()), *SERVED.get(method, ())):
             continue
         message = refusal(getattr(cache, method), **{**OPERANDS[method], argument: value})
@@ -569,13 +569,13 @@ def test_sizes_whose_product_is_past_all_memory_are_refused():
 def test_a_dtype_may_be_a_name_and_what_is_none_is_refused():
     assert make(dtype="bfloat16").dtype is make(dtype="torch.bfloat16").dtype is torch.bfloat16
     others = {"ints": "int32", "torch": torch.int8, "numpy": np.float32, "no_dtype": "Tensor"}
-    for name, value in {**ODD_VALUES, **others}.items():
+    for name, value in {**NONSENSE, **others}.items():
         message = refusal(make, dtype=value)
         assert message.startswith("dtype: wanted a floating torch.dtype or its name, got "), name
 
 
 def test_a_device_that_is_none_is_refused_and_one_that_is_not_here_too():
-    for name, value in {**ODD_VALUES, "typo": "cud", "index": "cuda:x"}.items():
+    for name, value in {**NONSENSE, "typo": "cud", "index": "cuda:x"}.items():
         assert refusal(make, device=value).startswith("device: "), name
     for device in ("meta", "vulkan", "cuda:99"):
         with pytest.raises(UnsupportedError, match=r"^device: "):

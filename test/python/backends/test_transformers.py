@@ -13,16 +13,6 @@ from helpers.floor import floor_of
 
 pytest.importorskip("transformers", minversion=floor_of("transformers"))
 
-import transformers
-
-from cuteforge import ContractError, UnsupportedError, attn_backend
-from cuteforge.integrations.versions import require_transformers
-
-try:
-    require_transformers(transformers.__version__)
-except UnsupportedError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
 from transformers import (
     AttentionInterface,
     BartConfig,
@@ -43,6 +33,7 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask
 
+from cuteforge import ContractError, UnsupportedError, attn_backend
 from cuteforge.integrations import transformers as adapter
 
 ROOT = Path(__file__).resolve().parents[3]

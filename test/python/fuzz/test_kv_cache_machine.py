@@ -5,13 +5,10 @@ Attention over the cache is compared with dense attention in fp64 over each requ
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,21 +16,15 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from cuteforge import CacheFull, ContractError, DecodeGraph, KVCache, UnsupportedError, attention
 from helpers.kv_cache import snapshot
-from helpers.odd_values import ODD_VALUES
+from helpers.nonsense import NONSENSE
 
 KV_HEADS, D, DV = 2, 4, 3
 FP64 = torch.float64
 REFUSALS = (ContractError, UnsupportedError)
-
-
-def fuzz_minutes() -> float:
-    """How long to look for faults; 0: a short run."""
-    return float(os.environ.get("CUTEFORGE_FUZZ_MINUTES", "0"))
 
 
 class Failure(Exception):
@@ -355,8 +346,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def refuse_nonsense(self, data):
-        what = data.draw(st.sampled_from(sorted(ODD_VALUES)))
-        cache, value = self.cache, ODD_VALUES[what]
+        what = data.draw(st.sampled_from(sorted(NONSENSE)))
+        cache, value = self.cache, NONSENSE[what]
         numbers = sorted(self.sequences)
         calls = {
             "bind_prefill": lambda: cache.bind_prefill(value, [1]),
@@ -481,15 +472,5 @@ class Machine(RuleBasedStateMachine):
             assert self.cache.num_free_pages == self.num_pages
 
 
-def run_machine(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
-    """One round, the same each time; for so many minutes as `fuzz_minutes` says, rounds that are not."""
-    common = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-    end = time.monotonic() + 60 * fuzz_minutes()
-    short = settings(max_examples=examples, stateful_step_count=steps, derandomize=True, **common)
-    run_state_machine_as_test(machine, settings=short)
-    while time.monotonic() < end:
-        run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=60, **common))
-
-
-def test_any_order_of_calls_is_right():
-    run_machine(Machine, examples=40, steps=25)
+def test_any_order_of_calls_is_right(fuzz):
+    fuzz.machine(Machine, examples=40, steps=25)

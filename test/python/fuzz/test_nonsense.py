@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuteforge import api_base
 from helpers import public_calls
-from helpers.nonsense import answer, nonsense_for, problem
+from helpers.nonsense_calls import answer, nonsense_for, problem
 from helpers.policy import restored_registry
 from helpers.stub_gpu import StubKernel, pass_for_gpu, pass_for_gpu_in_tables
 

@@ -54,12 +54,12 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number, no bool; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and -math.inf < value < math.inf
+    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
+    return isinstance(value, numbers.Real) and -math.inf < value < math.inf
 
 
 def number(name: str, value: Any, least: float | None = None, most: float = _MOST_FP32) -> float:
-    """`value` as a finite float, in fp32 too unless `most` says otherwise; numpy's are taken.
+    """`value` as a finite float, in fp32 too unless `most` says otherwise; numpy's are taken. A bool is none where there is a `least`.
 
     Raises:
         ContractError: no such number; a tensor is none.
@@ -67,7 +67,7 @@ def number(name: str, value: Any, least: float | None = None, most: float = _MOS
     if type(value) is float and least is None and -most <= value <= most:
         return value  # 0.3 us less, for a scale that is given at every launch
     as_float = math.inf
-    if is_finite(value):
+    if is_finite(value) and (least is None or not isinstance(value, bool)):
         with contextlib.suppress(OverflowError):  # an int may be larger than any float
             as_float = float(value)
     if (-most if least is None else least) <= as_float <= most:

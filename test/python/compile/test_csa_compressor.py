@@ -94,8 +94,8 @@ def every_case(arch, every):
 def selected(arch, every):
     """Where registers are short, for each way to share out a window; on one architecture with elements of 2 and 4 bytes, and every width of access.
 
-    Accesses of 2 bytes need the most addresses and take three times as long to compile: the others compile them for the backward alone. Those of 4 and 8
-    are compiled once for each direction.
+    Accesses of 2 bytes need the most addresses and take three times as long to compile: the others compile them for the backward alone.
+    Those of 4 and 8 are compiled once for each direction.
     """
     wide, narrow = of_width(every, 16), of_width(every, 2)
     backward = [traits for traits in wide if traits.backward]

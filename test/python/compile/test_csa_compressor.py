@@ -4,6 +4,7 @@ Compiled are the kernels that have the fewest registers to spare (`selected`); w
 of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
 """
 
+import functools
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +34,7 @@ def access_bytes(traits):
     return traits.problem.vector_elems * ITEMSIZE[traits.problem.dtype]
 
 
+@functools.cache
 def candidates(arch):
     facts = itertools.product(("bfloat16", "float32"), HEAD_DIMS, RATIOS, (1, 2), (False, True))
     return [select_traits(Problem(*problem), arch, is_backward) for *problem, is_backward in facts]
@@ -92,13 +94,14 @@ def every_case(arch, every):
 def selected(arch, every):
     """Where registers are short, for each way to share out a window; on one architecture with elements of 2 and 4 bytes, and every width of access.
 
-    Accesses of 2 bytes need the most addresses and take three times as long to compile; those of 4 and 8 are compiled once for each direction.
+    Accesses of 2 bytes need the most addresses and take three times as long to compile: the others compile them for the backward alone.
+    Those of 4 and 8 are compiled once for each direction.
     """
     wide, narrow = of_width(every, 16), of_width(every, 2)
     backward = [traits for traits in wide if traits.backward]
     if arch.name != FULL:
-        cases = short_of_registers(wide, way) + most_demanding([t for t in narrow if t.tile.resident], direction)
-        return cases, most_demanding(backward, lambda t: t.tile.resident)
+        addresses = most_demanding([t for t in narrow if t.backward and t.tile.resident], access_bytes)
+        return short_of_registers(wide, way) + addresses, most_demanding(backward, lambda t: t.tile.resident)
     cases = short_of_registers(wide, lambda t: (*way(t), ITEMSIZE[t.problem.dtype]))
     cases += most_demanding(narrow, lambda t: (t.backward, t.tile.split_window))
     cases += most_demanding(of_width(every, 4, 8), lambda t: (t.backward, access_bytes(t)))
@@ -111,10 +114,6 @@ def of_width(every, *widths):
 
 def way(traits):
     return traits.backward, traits.tile.split_window, traits.tile.resident
-
-
-def direction(traits):
-    return traits.backward
 
 
 def cases_of(arch_name, is_full):

@@ -1,4 +1,4 @@
-"""The command line: `python -m cuteforge COMMAND`."""
+"""The command line: `cuteforge COMMAND`, or `python -m cuteforge COMMAND`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import cuteforge
 from cuteforge.cli.commands import COMMANDS
 from cuteforge.errors import ContractError, UnsupportedError
+
+_INTERRUPTED = 130  # as a shell says of a process that SIGINT ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process's arguments) names; without one print the help.
 
     Returns:
-        The exit status: that of the command, or 1 after printing the sentence of a refusal.
+        The exit status: that of the command, 1 after printing the sentence of a refusal, 130 after an interrupt.
     """
-    parser = argparse.ArgumentParser(prog="python -m cuteforge", description="GPU kernels written in CuTe-DSL.")
+    parser = argparse.ArgumentParser(prog=_program(), description="GPU kernels written in CuTe-DSL.")
     parser.add_argument("--version", action="version", version=f"cuteforge {cuteforge.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
@@ -34,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ContractError, UnsupportedError) as refusal:
         print(f"cuteforge: {refusal}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cuteforge: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _program() -> str:
+    """What the user typed before the command."""
+    return "python -m cuteforge" if Path(sys.argv[0]).name == "__main__.py" else "cuteforge"
 
 
 if __name__ == "__main__":

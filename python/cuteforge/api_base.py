@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any, TypeVar, overload
 
 import torch
 
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
@@ -101,7 +103,8 @@ class APIBase:
             name: TensorSpec.of(x, name) for name, x in zip(self.signature.names, ordered)
         }
         # Operands that may have strides which the compiled entry does not refuse.
-        self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.role == "out" or x.max_pitch_bytes)
+        self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.is_written or x.max_pitch_bytes)
+        self._written = _pick_written(self.signature)
         self._may_be_empty = type(self)._is_empty is not APIBase._is_empty
         self._dims: Dims | None = None
         self._compiled: _Compiled | None = None
@@ -135,8 +138,12 @@ class APIBase:
         """Whether these operands leave nothing to do; then nothing is launched."""
         return False
 
-    def _check_contents(self, operands: tuple) -> None:
-        """Raise ContractError for bad values, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1."""
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ContractError for bad values of the inputs, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1.
+
+        Args:
+            tensors: the inputs by name, whose shapes the table has passed. Indices may be int64, as a wrapper is given them.
+        """
 
     # Life cycle.
 
@@ -154,8 +161,10 @@ class APIBase:
             ContractError: the samples contradict each other or the signature; names the operand.
             UnsupportedError: a valid call that this op does not serve; names the limit.
         """
-        dims = self.signature.bind(self.samples, self._known())
+        dims = self.signature.solve(self.samples, self._known())
+        # whether a head dim is served matters more than how its rows lie
         self._check_relations(dims)
+        self.signature.check_layouts(self.samples, dims)
         index = self._sample_device()
         if index is not None and index < torch.cuda.device_count():
             self._check_arch(dims, resolve_arch(None, index))
@@ -180,7 +189,7 @@ class APIBase:
         return 0
 
     def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
-        """Launch on `operands`, in signature order or by name.
+        """Launch on `operands`, in signature order or by name. Counts as a write of each output, as torch's own ops do.
 
         Args:
             stream: None for torch's current stream of the operands' device, or what `stream_handle` takes; then the
@@ -210,9 +219,9 @@ class APIBase:
         if self._is_empty(operands):
             return _launch_nothing
         if env.check() and not is_capturing():
-            self._check_contents(operands)
+            self._check_contents(dict(zip(self.signature.names, operands)))
         arranged = operands if self._arrange is None else self._arrange(operands)
-        bound = bound_launch(compiled.kernel, arranged, scalars + call_scalars, stream)
+        bound = bound_launch(compiled.kernel, arranged, scalars + call_scalars, stream, self._written(operands))
         if stream is not None:
             # Once is enough: what counts is the stream's work at the time the memory is freed.
             record_streams(operands, stream, operands[0].get_device())
@@ -234,11 +243,25 @@ class APIBase:
         tensors = dict(zip(self.signature.names, operands, strict=True))
         specs = {name: TensorSpec.of(tensor, name) for name, tensor in tensors.items()}
         self._check_compiled_dtypes(specs)
-        dims = self.signature.bind(specs, self._known())
-        if fixed := self._compiled_extents(dims):
-            dims = self.signature.bind(specs, {**self._known(), **fixed})
+        dims = self.signature.solve(specs, self._known())
         self._check_relations(dims)
+        if fixed := self._compiled_extents(dims):
+            dims = self.signature.solve(specs, {**self._known(), **fixed})
+        self.signature.check_layouts(specs, dims)
         self.signature.bind_pointers(tensors, dims)
+
+    def check_given(self, inputs: tuple) -> None:
+        """Check the contents of the inputs of a wrapper, as they were given: indices may be int64, which kernels do not read. Synchronizes.
+
+        Args:
+            inputs: all operands that are no outputs, in signature order. The op's samples are copies of them.
+
+        Raises:
+            ContractError, UnsupportedError: as `check_support`; or an index is wrong, by the name of its operand and its place.
+        """
+        self.check_support()
+        names = (row.name for row in self.signature.operands if row.role in ("in", "update"))
+        self._check_contents(dict(zip(names, inputs, strict=True)))
 
     # The launch path. Operands like earlier ones are told by one call into C++; the compiled entry checks extents, alignment and devices of all.
     # Every line counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
@@ -285,7 +308,7 @@ class APIBase:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, raw_stream)
+        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, self._written, raw_stream)
         if compiled.seen.is_due() and not self._is_empty(operands):
             names = self.signature.names
             agreeing = [names.index(name) for name in self._agreeing]
@@ -298,7 +321,8 @@ class APIBase:
             self._check_on_request(operands)
         device = operands[0].get_device()
         handle = raw_stream(device) if stream is None else stream_handle(stream, device)
-        return launch_of(entry_of(compiled.kernel), device, compiled.scalars[device], self._arrange, lambda _: handle)
+        entry, scalars = entry_of(compiled.kernel), compiled.scalars[device]
+        return launch_of(entry, device, scalars, self._arrange, self._written, lambda _: handle)
 
     def _explain(self, error: Exception, operands: tuple) -> None:
         """Raise the error that names what a compiled entry refused; return when `error` says it best."""
@@ -310,11 +334,12 @@ class APIBase:
     def _check_on_request(self, operands: tuple) -> None:
         """The checks that environment variables turn on, and the refusal where one switches the kernels off."""
         env.require_kernels()
-        if not env.fast_launch():
-            self.check_call(operands)
         # A capturing stream cannot be synchronized with, so contents are out of reach then.
-        if env.check() and not is_capturing():
-            self._check_contents(operands)
+        checks_contents = env.check() and not is_capturing()
+        if checks_contents or not env.fast_launch():
+            self.check_call(operands)
+        if checks_contents:
+            self._check_contents(dict(zip(self.signature.names, operands)))
 
     def _check_kinds(self, operands: tuple) -> None:
         """Refuse what is no plain tensor with memory, and what autograd would have to follow."""
@@ -323,7 +348,7 @@ class APIBase:
             if type(x) in _PLAIN_TYPES and not x.is_meta and not (grad_enabled and x.requires_grad):
                 continue
             if not isinstance(x, _Tensor):
-                raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+                raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(x)}")
             # A subclass with a dispatch of its own (fake, distributed, quantized) has no memory to hand over.
             if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
                 raise ContractError(f"{name}: wanted a plain tensor with device memory, got a {type(x).__name__}")
@@ -402,6 +427,12 @@ class APIBase:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}
+
+
+def _pick_written(signature: Signature) -> Callable[[tuple], tuple]:
+    """operands -> those that a launch writes, but for scratch memory. It can be copied and pickled."""
+    places = [i for i, row in enumerate(signature.operands) if row.role in ("out", "update")]
+    return itemgetter(slice(places[0], places[0] + 1)) if len(places) == 1 else itemgetter(*places)
 
 
 def _device_index(values: Iterable[Any]) -> int | None:

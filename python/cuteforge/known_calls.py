@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge import api_base
 from cuteforge.runtime import env
 from cuteforge.runtime.allocate import current_device, ways_to_empty
+from cuteforge.runtime.launch import count_writes
 from cuteforge.runtime.seen import Seen, Varying
 
 # By what no tensor says: the op and its options. All are forgotten when there are too many: to stamp each look-up with its time, as `LRU` does, takes
@@ -97,7 +97,7 @@ def _written_out(
     scalars = {f"scalar_{i}": x for i, x in enumerate((*op._compiled.scalars[device.index], *call_scalars))}
     names = {
         "entry": op._compiled.kernel.entry, "raw_stream": api_base.raw_stream, "device": device.index, "current_device": current_device,
-        "here": here, "elsewhere": elsewhere, "increment_version": increment_version, "uint8": torch.uint8, **scalars,
+        "here": here, "elsewhere": elsewhere, "count_writes": count_writes, "uint8": torch.uint8, **scalars,
     }  # fmt: skip
     lines = ["def run(tensors, length=None):", f"{_tuple(name or '_' for name in given)} = tensors"]
     if results and length_of is not None:
@@ -114,7 +114,7 @@ def _written_out(
     operands = ["mask.view(uint8)" if name == "mask" else name for name in operands]
     if written:
         # before the launch: after it nothing may raise, or the wrapper would launch again
-        lines.append(f"increment_version({_tuple(written)})")
+        lines.append(f"count_writes({_tuple(written)})")
     lines.append(f"entry({', '.join((*operands, *scalars))}, raw_stream(device))")
     lines.append(f"return {_tuple(returned)}")
     exec(_code("\n    ".join(lines)), names)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from cuteforge.arguments import described, integer, kind_of
 from cuteforge.errors import ContractError
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ ITEMSIZE = {
     "float64": 8,
 }
 _TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "layout", "stride")
+_ROLES = ("in", "out", "update", "scratch")
+_DEVICE = re.compile(r"[a-z_]+[a-z0-9_]*(:[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class TensorSpec:
         device: ``"cuda"`` (any one GPU), ``"cuda:1"``, or ``"meta"`` (no device implied).
 
     Raises:
-        ContractError: a negative extent, or a stride of another rank than the shape.
+        ContractError: no extents, strides or device; a negative extent, or a stride of another rank than the shape.
     """
 
     shape: tuple[int, ...]
@@ -68,16 +71,21 @@ class TensorSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        shape = tuple(int(n) for n in self.shape)
-        stride = _contiguous_stride(shape) if self.stride is None else tuple(int(s) for s in self.stride)
+        shape = _integers("shape", self.shape)
+        stride = _contiguous_stride(shape) if self.stride is None else _integers("stride", self.stride)
         if any(n < 0 for n in shape):
             raise ContractError(f"shape: wanted extents of 0 or more, got {format_shape(shape)}")
         if len(stride) != len(shape):
             raise ContractError(f"stride: wanted {len(shape)} strides for shape {format_shape(shape)}, got {stride}")
         for key, value in (("shape", shape), ("stride", stride)):
             object.__setattr__(self, key, value)
+        device = f"cuda:{self.device}" if type(self.device) is int else str(self.device)
+        if not _DEVICE.fullmatch(device):
+            raise ContractError(
+                f"device: wanted a device such as 'cuda', 'cuda:1' or 'meta', got {described(self.device)}"
+            )
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "device", device)
 
     @classmethod
     def of(cls, x: Any, name: str) -> TensorSpec:
@@ -89,7 +97,7 @@ class TensorSpec:
         if isinstance(x, TensorSpec):
             return x
         if not all(hasattr(x, attribute) for attribute in _TENSOR_ATTRIBUTES):
-            raise ContractError(f"{name}: wanted a torch.Tensor or TensorSpec, got {type(x).__name__}")
+            raise ContractError(f"{name}: wanted a torch.Tensor or TensorSpec, got {kind_of(x)}")
         if str(x.layout) != "torch.strided":
             raise ContractError(f"{name}: wanted a strided tensor, got layout {x.layout}")
         return cls(tuple(x.shape), x.dtype, tuple(x.stride()), x.device)
@@ -136,7 +144,8 @@ class Operand:
         max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
         dense_dims: innermost dims that are contiguous together; pitches are those of the dims before.
         in_place_of: the operand whose very memory an output may be: same address, same strides.
-        role: ``"out"`` is written: it may overlap neither itself nor another operand.
+        role: ``"in"`` is read, ``"out"`` written, ``"update"`` both, ``"scratch"`` is memory to work in. All but the first may overlap neither
+            themselves nor another operand.
 
     The last dim must be contiguous: stride 1, or at most one element long.
     """
@@ -145,19 +154,24 @@ class Operand:
     dims: str
     dtypes: tuple[str, ...]
     align_bytes: int | Callable[[Mapping[str, int]], int] = 1
-    role: Literal["in", "out"] = "in"
+    role: Literal["in", "out", "update", "scratch"] = "in"
     max_pitch_bytes: int | None = None
     in_place_of: str | None = None
     dense_dims: int = 1
     terms: tuple[_Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.role not in ("in", "out"):
-            raise ValueError(f"{self.name}: role is 'in' or 'out', not {self.role!r}")
+        if self.role not in _ROLES:
+            raise ValueError(f"{self.name}: role is one of {', '.join(_ROLES)}, not {self.role!r}")
         unknown = [dtype for dtype in self.dtypes if dtype not in ITEMSIZE and not dtype.startswith("=")]
         if unknown or not self.dtypes:
             raise ValueError(f"{self.name}: dtypes {self.dtypes} are not among {tuple(ITEMSIZE)}")
         object.__setattr__(self, "terms", tuple(_Term.parse(self.name, text) for text in self.dims.split()))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a launch writes it."""
+        return self.role != "in"
 
     @property
     def dtype_of(self) -> str | None:
@@ -202,7 +216,7 @@ class Operand:
                 if extent > 1 and step * itemsize > self.max_pitch_bytes:
                     wanted = f"rows at most {self.max_pitch_bytes} bytes apart"
                     raise ContractError(f"{self.name}: wanted {wanted}, got stride {step} ({step * itemsize} bytes)")
-        if self.role == "out" and overlaps_itself(shape, stride):
+        if self.is_written and overlaps_itself(shape, stride):
             got = f"shape {format_shape(shape)} with strides {format_shape(stride)}"
             raise ContractError(f"{self.name}: wanted an output whose elements do not overlap, got {got}")
 
@@ -224,7 +238,13 @@ class Signature:
                 raise ValueError(f"{operand.name}: no operand {operand.dtype_of!r} before it")
 
     def bind(self, specs: Mapping[str, TensorSpec], known: Mapping[str, int]) -> Dims:
-        """Solve every symbol, and check device, dtype, rank, shape, strides and pitches of all operands.
+        """`solve`, then `check_layouts`."""
+        dims = self.solve(specs, known)
+        self.check_layouts(specs, dims)
+        return dims
+
+    def solve(self, specs: Mapping[str, TensorSpec], known: Mapping[str, int]) -> Dims:
+        """Solve every symbol, and check device, dtype, rank and shape of all operands.
 
         Args:
             specs: a TensorSpec, or a tensor, for each operand.
@@ -242,9 +262,16 @@ class Signature:
         dims = dict(known)
         pending = [row for operand in self.operands for row in self._bind_row(operand, specs, dims)]
         self._solve_pending(pending, specs, dims)
-        for operand in self.operands:
-            operand.check_layout(specs[operand.name], dims)
         return dims
+
+    def check_layouts(self, specs: Mapping[str, TensorSpec], dims: Mapping[str, int]) -> None:
+        """Check strides and pitches of all operands, once it is known that their dims are served.
+
+        Raises:
+            ContractError: names the operand.
+        """
+        for operand in self.operands:
+            operand.check_layout(TensorSpec.of(specs[operand.name], operand.name), dims)
 
     def bind_pointers(self, tensors: Mapping[str, Any], dims: Mapping[str, int] = MappingProxyType({})) -> None:
         """Check what only real memory shows: base alignment, and that no output shares memory with another operand.
@@ -264,7 +291,7 @@ class Signature:
                 raise ContractError(f"{block.operand.name}: wanted a base aligned to {align} bytes, got {got}")
         for out in blocks:
             for other in blocks:
-                if out.operand.role == "out" and other is not out and out.clashes_with(other):
+                if out.operand.is_written and other is not out and out.clashes_with(other):
                     got = f"memory shared with {other.operand.name}"
                     raise ContractError(f"{out.operand.name}: wanted memory of its own for an output, got {got}")
 
@@ -411,6 +438,13 @@ def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: in
         return False
     # One pitch: what stands within it decides, seen from the row before and from the row after.
     return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    """Extents or strides as ints."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ContractError(f"{name}: wanted a tuple of ints, got {described(values)}")
+    return tuple(int(integer(name, value)) for value in values)
 
 
 def format_shape(values: Iterable[object]) -> str:

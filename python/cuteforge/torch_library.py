@@ -6,6 +6,7 @@ does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -15,10 +16,11 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C import _AutoDispatchBelowADInplaceOrView as _BelowVersions
 from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime.launch import count_writes
 from cuteforge.runtime.streams import record_streams, stream_context
 
 _NAMESPACE = "cuteforge"
@@ -132,37 +134,43 @@ def is_traced(tensor: Any) -> bool:
     )
 
 
-def asked_stream(stream: Any, device: torch.device) -> AbstractContextManager:
-    """`stream_context` for the stream that a wrapper was asked for; None leaves torch's current one.
+def asked_stream(stream: Any, *given: Any) -> AbstractContextManager:
+    """A context for all work of a wrapper: on the stream that it was asked for, on torch's current one for None.
+
+    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The tensors that the caller gave
+    belong to other streams, so they are recorded on it: their memory is not handed out again while the stream may still read or write it.
+
+    Args:
+        given: all tensors of the call, the first of them known to be one; None or no tensor for others.
 
     Raises:
-        ContractError: a stream inside a compiled function, whose launches torch.compile puts in order itself.
+        ContractError: no stream, one of another GPU, or one inside a compiled function, whose launches torch.compile puts in order itself.
     """
     if stream is None:
         return _NO_CONTEXT
     if is_dynamo_compiling():
         raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
+    if not given[0].is_cuda:
+        return _NO_CONTEXT  # the op refuses the tensor by name
+    device = given[0].get_device()
+    record_streams(
+        [x for x in given if isinstance(x, _Tensor) and x.is_cuda and x.get_device() == device], stream, device
+    )
     return stream_context(stream, device)
 
 
-def call_op(name: str, operands: Mapping[str, Any], arguments: tuple, stream: Any = None) -> Any:
+def call_op(name: str, operands: Mapping[str, Any], arguments: tuple) -> Any:
     """Call ``cuteforge::<name>(*arguments)`` for a wrapper: on CUDA tensors, launched on torch's current stream.
 
     Args:
         operands: the tensors of the call by name.
         arguments: all that the op takes.
-        stream: None, or the stream that the wrapper was asked for, which is current now. `operands` are recorded on it: a
-            graph may be freed, and they with it, while the stream is behind.
 
     Raises:
         ContractError: an operand is no CUDA tensor, by name.
     """
     _check_gpu_tensors(operands)
-    result = _op(name)(*arguments)
-    if stream is not None:
-        tensors = tuple(operands.values())
-        record_streams(tensors, stream, tensors[0].device)
-    return result
+    return _op(name)(*arguments)
 
 
 def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> None:
@@ -183,7 +191,7 @@ def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     """What the dispatcher would refuse without naming it, or would run on the CPU."""
     for name, tensor in operands.items():
         if not isinstance(tensor, _Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensor).__name__}")
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensor)}")
     for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")
@@ -204,9 +212,53 @@ def _define(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None:
     qualified = f"{_NAMESPACE}::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, cuda, "CUDA")
-    _library.impl(name, cpu, "CPU")
-    torch.library.register_fake(qualified, fake, lib=_library)
+    _library.impl(name, without_autocast(cpu), "CPU")
+    names = [argument.name for argument in _op(name)._schema.arguments]
+    torch.library.register_fake(qualified, _on_one_device(names, fake), lib=_library)
     torch.library.register_vmap(qualified, lambda *_: _refuse(qualified, "is not served by torch.vmap"), lib=_library)
+
+
+def _on_one_device(names: Iterable[str], fake: Callable) -> Callable:
+    """`fake` for tensors on one device only: torch calls it as soon as one tensor is on the meta device, wherever the others are."""
+
+    def checked(*inputs: Any) -> Any:
+        require_one_device({name: x for name, x in zip(names, inputs) if isinstance(x, _Tensor)})
+        return fake(*inputs)
+
+    return checked
+
+
+def require_one_device(operands: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors on more than one device.
+
+    Raises:
+        ContractError: names the first that is not where the first of all is.
+    """
+    (first_name, first), *others = operands.items()
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ContractError(
+                f"{name}: wanted a tensor on {first.device}, as {first_name}, got one on {tensor.device}"
+            )
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device. The meta device has none, and torch refuses the question."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """`function`, which takes a tensor first, under no autocast: eager code keeps the dtypes that it asks for."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any) -> Any:
+        device_type = inputs[0].device.type
+        if not autocasts(device_type):
+            return function(*inputs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*inputs)
+
+    return run
 
 
 def _autograd_kernel(op: Any, save: Callable | None, backward: Callable | None, constants: frozenset[str]) -> Callable:
@@ -301,7 +353,7 @@ def _version_kernel(op: Any) -> Callable:
     written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
     def kernel(*inputs: Any) -> Any:
-        increment_version([inputs[i] for i in written])
+        count_writes([inputs[i] for i in written])
         with _BelowVersions():
             return op(*inputs)
 

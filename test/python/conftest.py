@@ -11,21 +11,36 @@ from pathlib import Path
 
 import pytest
 
-from helpers.gpu_record import Recorder
+from helpers import fuzz as fuzzing
+from helpers import parallel, recorder
 
 _GPU_TESTS = Path(__file__).parent / "fe_api"
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--gpu-record", metavar="FILE", type=Path, help="write what ran, and how it went, to FILE")
+    parser.addoption("--gpu-record", metavar="FILE", type=Path, help="add what ran, and how it went, to FILE")
+    parser.addoption(
+        "--torch-record", metavar="FILE", type=Path, help="the same for this version of torch, without a GPU"
+    )
+    parser.addoption("--full", action="store_true", help="compile every tile for every architecture, not a selection")
+    fuzzing.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config) -> None:
+    """Before pytest-xdist reads its options."""
+    parallel.choose_processes(config)
 
 
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "gpu: runs a kernel; needs a CUDA device")
     config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
-    # under pytest-xdist the workers' results arrive at the controller
-    if (path := config.getoption("--gpu-record")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(path.resolve()), "gpu-recorder")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(recorder.Deselected(config), "deselected")
+        return
+    for option, add in (("--gpu-record", recorder.add_gpu_run), ("--torch-record", recorder.add_torch_run)):
+        if path := config.getoption(option):
+            config.pluginmanager.register(recorder.Recorder(path.resolve(), add), option)
 
 
 def _device_count() -> int:
@@ -34,7 +49,8 @@ def _device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
+    fuzzing.share_time(config, items)
     for item in items:
         if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -47,6 +63,12 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
         elif item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture
+def fuzz(request) -> fuzzing.Fuzz:
+    """Runs a body on drawn arguments: a few seconds, or its share of --fuzz-minutes."""
+    return fuzzing.of_run(request.config)
 
 
 @pytest.fixture

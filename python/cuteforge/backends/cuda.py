@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from cuteforge.api_base import APIBase
-from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.gqa import (
     GQADecode,
@@ -47,6 +47,7 @@ class CudaBackend(AttentionBackend):
         new = {"new_k": new_k, "new_v": new_v}
         pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id), batch.page_table
         out = paged_gqa_decode_wrapper(rows, *pools, **lengths, **new, **options)["out"]
+        mark_stored(kv_cache, layer_id)
         return out if q.dim() == 3 else out.unsqueeze(1)
 
     def known_call(self, q, k, v, attn_mask, is_causal, fwd, scale):

@@ -81,6 +81,8 @@ def _refusals(request: Request) -> Iterator[str]:
         yield "flash-attn takes no mask"
     if request.derivative == "transform":
         yield "flash-attn is not served by torch.func and forward-mode differentiation"
+    if request.derivative == "graph" and request.is_cached:
+        yield "flash-attn has no derivative over a cache, and q, k or v requires grad"
     if request.head_dim % 8 or request.head_dim > _MAX_HEAD_DIM or request.v_dim != request.head_dim:
         yield f"D = Dv = 8, 16, ... {_MAX_HEAD_DIM} are served, got ({request.head_dim}, {request.v_dim})"
     library, why = find_library()

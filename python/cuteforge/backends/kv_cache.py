@@ -7,22 +7,24 @@ page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from cuteforge.backends.integers import checked_int, checked_ints
 from cuteforge.backends.page_allocator import CacheFull, PageAllocator, Request, TableEntry
-from cuteforge.errors import ContractError
+from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.streams import is_capturing
 from cuteforge.torch_library import refuse_grad
 
 __all__ = ["Batch", "CacheFull", "KVCache"]
 
 _Tensor = torch.Tensor
-_MAX_PAGES = 2**31 - 2  # page numbers are int32, and page 0 is scratch
+_MAX_INT32 = 2**31 - 1
+_MAX_PAGES = _MAX_INT32 - 1  # page numbers are int32, and page 0 is scratch
+_MAX_BYTES = 2**60  # of one allocation, far from where its size in bytes would wrap
 _SCRATCH_SLOT = 0  # the first one of the scratch page
 
 
@@ -54,8 +56,9 @@ class Batch:
 class KVCache:
     """A paged cache of keys and values for all layers of a model.
 
-    A step of a model is: `bind_prefill` or `bind_decode`, which say what new tokens come and reserve their pages; then, layer by layer, attention,
-    which stores their keys and values (`append`) and reads `batch`. A bound token counts as stored: bring it before the next bind.
+    A step of a model has three parts. `bind_prefill` or `bind_decode` says what new tokens come and reserves their pages. Then each layer stores
+    their keys and values (`append`) and attends, reading `batch`. Binding already counts the new tokens, so store them before you bind again.
+    Where a step fails half-way, `rollback` undoes its bind.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
@@ -64,14 +67,16 @@ class KVCache:
         max_requests: requests at a time, R.
         max_seqlen: tokens that a request may have; the table has ``C = ceil(max_seqlen / page_size)`` columns.
         v_head_dim: Dv; None is `head_dim`.
-        dtype, device: of the pool.
+        dtype: of the pool, a floating one, or its name.
+        device: of the pool, as torch takes it.
 
     The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)`` elements, all keys before all
     values, not initialised: what no token was stored to holds anything, NaN too. Pool and metadata are allocated here and nowhere else, and
     changed in place, on torch's current stream and without waiting for it: captured graphs stay right. Not thread-safe.
 
     Raises:
-        ContractError: an argument out of range.
+        ContractError: an argument of another type, or out of range.
+        UnsupportedError: torch cannot use the device here.
     """
 
     num_layers: int
@@ -83,66 +88,70 @@ class KVCache:
 
     def __init__(
         self, num_layers: int, num_kv_heads: int, head_dim: int, *, num_pages: int, page_size: int = 16, max_requests: int = 256,
-        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda",
+        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> None:  # fmt: skip
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
         limits = {"page_size": page_size, "max_requests": max_requests, "max_seqlen": max_seqlen}
-        for name, value in {"num_pages": num_pages, **sizes, **limits}.items():
-            _checked_int(name, value, at_least=1)
-        if num_pages > _MAX_PAGES:
-            raise ContractError(f"num_pages: wanted at most {_MAX_PAGES}, got {num_pages}")
-        self.num_layers, self.page_size, self.max_requests, self.max_seqlen = num_layers, *limits.values()
-        self._allocator = PageAllocator(num_pages, **limits)
+        num_pages = checked_int("num_pages", num_pages, at_least=1, at_most=_MAX_PAGES)
+        self.num_layers, num_kv_heads, *dims = _checked_sizes(heads)
+        self.page_size, self.max_requests, self.max_seqlen = _checked_sizes(limits)
+        self.dtype, device = _checked_dtype(dtype), _checked_device(device)
         self.batch: Batch | None = None
         # The requests of the batch; and of a decode their numbers and the number of rows.
         self._bound: list[Request] = []
         self._decode_key: tuple[list[int], int] | None = None
+        # A bit for each layer that does not have the batch's tokens yet.
+        self._missing = 0
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self._allocate_pool(num_layers, num_kv_heads, (head_dim, v_head_dim), dtype, device)
-            self._allocate_metadata()
+            self._allocate_pool(num_pages, num_kv_heads, dims, device)
+            self._allocate_metadata(num_pages)
+        self._allocator = PageAllocator(num_pages, self.page_size, self.max_requests, self.max_seqlen)
 
     @classmethod
     def contiguous(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
-        v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda",
+        v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> KVCache:  # fmt: skip
         """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
         ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.
 
         ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none is freed.
         """
-        for name, value in {"batch": batch, "max_seqlen": max_seqlen, "page_size": page_size}.items():
-            _checked_int(name, value, at_least=1)
-        limits = {"page_size": page_size, "max_requests": batch, "max_seqlen": max_seqlen}
+        sizes = {"batch": batch, "max_seqlen": max_seqlen, "page_size": page_size}
+        batch, max_seqlen, page_size = _checked_sizes(sizes)
         num_pages = batch * -(-max_seqlen // page_size)
+        if num_pages > _MAX_PAGES:
+            wanted = f"batch * ceil(max_seqlen / page_size) of at most {_MAX_PAGES} pages"
+            raise ContractError(f"batch: wanted {wanted}, got {num_pages}")
+        limits = {"page_size": page_size, "max_requests": batch, "max_seqlen": max_seqlen}
         heads = {"v_head_dim": v_head_dim, "dtype": dtype, "device": device}
         cache = cls(num_layers, num_kv_heads, head_dim, num_pages=num_pages, **limits, **heads)
         cache._allocator = PageAllocator(num_pages, **limits, owns_runs=True)
         return cache
 
-    def _allocate_pool(
-        self, num_layers: int, num_kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: Any
-    ) -> None:
-        tokens = (self._allocator.num_pages + 1) * self.page_size
-        sizes = [num_layers * tokens * num_kv_heads * dim for dim in dims]
-        memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+    def _allocate_pool(self, num_pages: int, num_kv_heads: int, dims: list[int], device: torch.device) -> None:
+        tokens = (num_pages + 1) * self.page_size
+        sizes = [self.num_layers * tokens * num_kv_heads * dim for dim in dims]
+        _check_bytes("num_pages", "a pool", sum(sizes) * self.dtype.itemsize)
+        memory = torch.empty(sum(sizes), dtype=self.dtype, device=device)
         parts = memory[: sizes[0]], memory[sizes[0] :]
-        flat = [part.view(num_layers, tokens, num_kv_heads, dim) for part, dim in zip(parts, dims)]
+        flat = [part.view(self.num_layers, tokens, num_kv_heads, dim) for part, dim in zip(parts, dims)]
         # Views of each layer, made once: by slot (P*ps, Hkv, D), and by page.
-        self._flat_pools = [[pool[layer] for layer in range(num_layers)] for pool in flat]
+        self._flat_pools = [[pool[layer] for layer in range(self.num_layers)] for pool in flat]
         self._pools = [[layer.unflatten(0, (-1, self.page_size)) for layer in pool] for pool in self._flat_pools]
-        self.device, self.dtype = memory.device, dtype
+        self.device = memory.device
 
-    def _allocate_metadata(self) -> None:
+    def _allocate_metadata(self, num_pages: int) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        rows = self.max_requests
+        rows, columns = self.max_requests, -(-self.max_seqlen // self.page_size)
+        _check_bytes("max_requests", "a page table", rows * columns * torch.int32.itemsize)
         # New tokens all have a place of their own in the pool, but for padding rows.
-        most_new = max(self._allocator.num_pages * self.page_size, rows)
-        self._page_table = zeros(rows, self._allocator.max_columns)
+        most_new = max(num_pages * self.page_size, rows)
+        self._page_table = zeros(rows, columns)
         self._rows, self._seqlens, self._cu_seqlens = zeros(rows), zeros(rows), zeros(rows + 1)
         self._positions, self._slots = zeros(most_new), zeros(most_new, dtype=torch.int64)
 
@@ -159,19 +168,21 @@ class KVCache:
         """Values of a layer, ``(P, ps, Hkv, Dv)``: a view."""
         return self._pools[1][self._checked_layer(layer)]
 
-    def _checked_layer(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
+    def _checked_layer(self, layer: Any) -> int:
+        number = layer if type(layer) is int else checked_int("layer", layer)
+        if not 0 <= number < self.num_layers:
             raise ContractError(f"layer: wanted one in [0, {self.num_layers}), got {layer!r}")
-        return layer
+        return number
 
     def add(self, tokens: Sequence[int] | None = None) -> int:
         """A new request without tokens, or with those of its prompt that the cache already has.
 
         Args:
             tokens: ids of the prompt. Whole pages of another request that hold exactly its start are shared, reference counted, and need not be
-                computed again: `cached_tokens`. A page is shared once it was bound full by a request that was added with its tokens, and while one
-                of those that hold it is there. Shared pages are never written, as only full ones are shared, so there is nothing to copy on a write.
-                The last token of the prompt is never taken as stored: a model has to compute at least that one.
+                computed again: `cached_tokens`. They can be shared once a step has stored them in every layer, and while a request holds them. A
+                page that the step only filled up, as an earlier one had begun it, can be shared from the next bind on. Shared pages are never
+                written, as only full ones are shared, so there is nothing to copy on a write. The last token of the prompt is never taken as
+                stored: a model has to compute at least that one.
 
         Returns:
             The request's number, never used again after `free`.
@@ -185,8 +196,11 @@ class KVCache:
     def free(self, request: int) -> None:
         """Give back a request: its row, and its pages where nobody shares them. A batch with it is bound no more."""
         if self._allocator[request] in self._bound:
-            self.batch, self._bound, self._decode_key = None, [], None
+            self._unbind()
         self._allocator.free(request)
+
+    def _unbind(self) -> None:
+        self.batch, self._bound, self._decode_key, self._missing = None, [], None, 0
 
     def seqlen(self, request: int) -> int:
         """Tokens of a request, those included that the bound batch brings."""
@@ -204,8 +218,9 @@ class KVCache:
             CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
             RuntimeError: torch's current stream is being captured.
         """
-        bound = self._find(requests)
-        counts = [_checked_int(f"lengths[{i}]", n, at_least=0) for i, n in enumerate(lengths)]
+        self._keep_stored()
+        bound = self._find(checked_ints("requests", requests))
+        counts = checked_ints("lengths", lengths, at_least=0)
         if len(counts) != len(bound):
             raise ContractError(f"lengths: wanted {len(bound)}, one a request, got {len(counts)}")
         self._bind(bound, counts)
@@ -223,16 +238,31 @@ class KVCache:
         Raises:
             As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
         """
-        requests = list(requests)
-        num_rows = len(requests) if pad_to is None else _checked_int("pad_to", pad_to, at_least=0)
-        if self._decode_key == (requests, num_rows):
+        self._keep_stored()
+        numbers, num_rows = self._decode_rows(requests, pad_to)
+        if self._decode_key == (numbers, num_rows):
             self.step()
             return
-        bound = self._find(requests)
-        if not len(bound) <= num_rows <= self.max_requests:
-            raise ContractError(f"pad_to: wanted from {len(bound)} to max_requests = {self.max_requests}, got {pad_to}")
+        bound = self._find_padded(numbers, num_rows)
         self._bind(bound, [1] * len(bound), num_padding=num_rows - len(bound), is_decode=True)
-        self._decode_key = requests, num_rows
+        self._decode_key = numbers, num_rows
+
+    def check_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
+        """Raise what `bind_decode` would raise, and change nothing."""
+        bound = self._find_padded(*self._decode_rows(requests, pad_to))
+        self._allocator.check_room(bound, [1] * len(bound))
+
+    def _decode_rows(self, requests: Any, pad_to: Any) -> tuple[list[int], int]:
+        numbers = checked_ints("requests", requests)
+        return numbers, len(numbers) if pad_to is None else checked_int("pad_to", pad_to, at_least=0)
+
+    def _find_padded(self, numbers: list[int], num_rows: int) -> list[Request]:
+        bound = self._find(numbers)
+        if not len(bound) <= num_rows <= self.max_requests:
+            raise ContractError(
+                f"pad_to: wanted from {len(bound)} to max_requests = {self.max_requests}, got {num_rows}"
+            )
+        return bound
 
     def step(self) -> None:
         """One more new token for each request of the bound decode: three additions on the device, and an upload when a request starts a page.
@@ -243,15 +273,58 @@ class KVCache:
         """
         if self._decode_key is None:
             raise RuntimeError("step: no decode is bound; call bind_decode first")
+        self._keep_stored()
+        self._begin(self._bound, [1] * len(self._bound), self._advance)
+
+    def _advance(self, entries: list[TableEntry]) -> None:
+        """Make the batch say that each of its requests has one more token, for which `entries` were added to the table."""
         count = len(self._bound)
-        entries = self._reserve(self._bound, [1] * count)
         for counter in (self._seqlens, self._positions, self._slots):
             counter[:count].add_(1)
         if entries:
-            self._list_pages(entries)
             index_of_row = {request.row: i for i, request in enumerate(self._bound)}
             starts = self._upload([[index_of_row[e.row] for e in entries], [e.page * self.page_size for e in entries]])
             self._slots.index_copy_(0, *starts)
+
+    def rollback(self) -> None:
+        """Undo the last bind: its requests have the tokens and pages that they had before, and nothing is bound.
+
+        For steps that fail half-way: call it where you handle the error, then bind again. It does nothing where there is nothing to undo: before the
+        first bind, after a rollback, and where a bind was refused after a step that is stored in every layer, for then that step was no failure.
+        Requests that were freed since then stay freed. No device work.
+        """
+        if self._allocator.rollback():
+            self._unbind()
+
+    def mark_stored(self, layer: int | None = None) -> None:
+        """Say that a layer has the new tokens, where something other than `append` stored them: a kernel that takes ``new_k`` and ``new_v``, a graph.
+
+        The pages of a step are never shared while a layer is not marked.
+
+        Args:
+            layer: None: all of them.
+
+        Raises:
+            ContractError: no layer of the cache.
+            RuntimeError: no batch is bound.
+        """
+        self._check_bound("mark_stored")
+        self._mark(self._missing if layer is None else 1 << self._checked_layer(layer))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether every layer has the tokens of the bound batch; False where nothing is bound."""
+        return self.batch is not None and not self._missing
+
+    def _mark(self, layers: int) -> None:
+        if self._missing:
+            self._missing &= ~layers
+            if not self._missing:
+                self._allocator.finish_step()
+
+    def _check_bound(self, name: str) -> None:
+        if self.batch is None:
+            raise RuntimeError(f"{name}: no batch is bound; call bind_prefill or bind_decode first")
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the new tokens' keys and values in a layer, on torch's current stream, without waiting for it. Can be captured.
@@ -263,8 +336,7 @@ class KVCache:
             ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.
             RuntimeError: no batch is bound.
         """
-        if self.batch is None:
-            raise RuntimeError("append: no batch is bound; call bind_prefill or bind_decode first")
+        self._check_bound("append")
         layer, slots = self._checked_layer(layer), self.batch.slots
         pools = [pools[layer] for pools in self._flat_pools]
         for name, new, pool in zip("kv", (k, v), pools):
@@ -272,6 +344,7 @@ class KVCache:
         refuse_grad("kv", (k, v), "KVCache.append")
         for new, pool in zip((k, v), pools):
             pool.index_copy_(0, slots, new)
+        self._mark(1 << layer)
 
     def _check_new(self, name: str, new: Any, shape: tuple[int, ...]) -> None:
         if not isinstance(new, torch.Tensor):
@@ -279,25 +352,41 @@ class KVCache:
         wanted, got = (shape, self.dtype, self.device), (tuple(new.shape), new.dtype, new.device)
         if got != wanted:
             raise ContractError(f"{name}: wanted {_describe(*wanted)}, got {_describe(*got)}")
+        if new.layout is not torch.strided:
+            raise ContractError(f"{name}: wanted a strided tensor, got layout {new.layout}")
 
-    def _find(self, requests: Sequence[int]) -> list[Request]:
+    def _find(self, numbers: list[int]) -> list[Request]:
         bound, seen = [], {}
-        for i, number in enumerate(requests):
+        for i, number in enumerate(numbers):
             bound.append(self._allocator[number])
             if (first := seen.setdefault(number, i)) != i:
                 raise ContractError(f"requests: wanted each once, got request {number} at {first} and {i}")
         return bound
 
-    def _reserve(self, requests: list[Request], counts: list[int]) -> list[TableEntry]:
+    def _keep_stored(self) -> None:
+        """Whoever asks for the next step takes a stored one as done: from here on `rollback` leaves it alone, even if the ask is refused."""
+        if self._allocator.is_stored:
+            self._allocator.is_final = True
+
+    def _begin(self, requests: list[Request], counts: list[int], write: Callable[[list[TableEntry]], None]) -> None:
+        """Reserve ``counts[i]`` new tokens of each request and let `write` say so in the batch; all of it or nothing."""
         # What a capture records would be copied again, from memory that is no longer there, at each replay.
         if is_capturing():
             raise RuntimeError("a cache is bound before a capture and before each replay, not under capture")
-        return self._allocator.reserve(requests, counts)
+        entries = self._allocator.reserve(requests, counts)
+        try:
+            self._list_pages(entries)
+            write(entries)
+        except BaseException:
+            self.rollback()
+            raise
+        self._missing = (1 << self.num_layers) - 1
 
     def _bind(self, bound: list[Request], counts: list[int], *, num_padding: int = 0, is_decode: bool = False) -> None:
         """Reserve ``counts[i]`` new tokens of each request, then write all metadata of the batch, padding rows after the requests."""
-        entries = self._reserve(bound, counts)
-        self._list_pages(entries)
+        self._begin(bound, counts, lambda _: self._write(bound, counts, num_padding, is_decode))
+
+    def _write(self, bound: list[Request], counts: list[int], num_padding: int, is_decode: bool) -> None:
         num_rows, padding = len(bound) + num_padding, [0] * num_padding
         # A padding row has a query, which sees no key: it takes a place among the new tokens.
         offsets = list(itertools.accumulate([*counts, *[1] * num_padding], initial=0))
@@ -343,11 +432,36 @@ class KVCache:
         return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
-def _checked_int(name: str, value: Any, *, at_least: int) -> int:
-    """`value` as an int; any integer type but bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < at_least:
-        raise ContractError(f"{name}: wanted an int of {at_least} or more, got {value!r}")
-    return operator.index(value)
+def _checked_sizes(sizes: dict[str, Any]) -> list[int]:
+    return [checked_int(name, value, at_least=1, at_most=_MAX_INT32) for name, value in sizes.items()]
+
+
+def _check_bytes(name: str, what: str, num_bytes: int) -> None:
+    if num_bytes > _MAX_BYTES:
+        raise ContractError(f"{name}: wanted {what} of at most {_MAX_BYTES} bytes, got sizes that need {num_bytes}")
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ContractError(f"dtype: wanted a floating torch.dtype or its name, got {dtype!r:.80}")
+    return found
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ContractError(f"device: wanted a torch.device or its name, got {device!r:.80} ({reason})") from None
+    if found.type == "meta":
+        raise UnsupportedError("device: wanted one with memory, got meta")
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedError(f"device: torch cannot use {found} here: {reason:.200}") from error
+    return found
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:

@@ -8,18 +8,20 @@ import torch
 
 from cuteforge.backends import sdpa
 from cuteforge.backends.interface import OPTIONS, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.selection import derivative_of
 from cuteforge.errors import ContractError
-from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window, is_finite
+from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window
 from cuteforge.runtime.streams import is_capturing
 
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 
 
 class TorchNativeBackend(AttentionBackend):
-    """scaled_dot_product_attention: any floating dtype and head dim, differentiable without a cache.
+    """scaled_dot_product_attention: any floating dtype and head dim, differentiable.
 
     Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads from the device; under
-    CUDA graph capture, where that cannot be read, to the width of the page table.
+    CUDA graph capture, where that cannot be read, to the width of the page table. Gradients reach q and the new tokens' k and v; what the cache
+    holds from earlier calls is constant.
     """
 
     name = "torch_native"
@@ -27,8 +29,12 @@ class TorchNativeBackend(AttentionBackend):
     options: ClassVar[tuple[str, ...]] = OPTIONS
 
     def refuse(self, request: Request) -> str | None:
-        if request.is_cached and request.derivative is not None:
-            return "a cache keeps no graph, and q, k or v is differentiated: call it under torch.no_grad()"
+        if request.is_cached and request.derivative == "transform":
+            return "over a cache it is not served by torch.func and forward-mode differentiation"
+        if request.is_cached and request.device.type == "meta":
+            return "over a cache the lengths of the requests are read, and the meta device holds no values"
+        if request.dtype.is_floating_point and request.dtype.itemsize < 2:
+            return f"torch does not multiply {request.dtype}"
         return None
 
     def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
@@ -41,7 +47,6 @@ class TorchNativeBackend(AttentionBackend):
         self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=None, softcap=None, sinks=None
     ) -> torch.Tensor:
         window, softcap = checked_window(window), checked_softcap(softcap)
-        _check_scale(scale)
         _check_sinks(sinks, q)
         if kv_cache is not None:
             window = (window[0], 0) if is_causal else window
@@ -54,7 +59,8 @@ class TorchNativeBackend(AttentionBackend):
         if window != UNLIMITED:
             inside = sdpa.window_mask(q.shape[1], k.shape[1], window, q.device)
             keep = inside if keep is None else keep & inside
-        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks)
+        by_scores = derivative_of(q, k, v) == "transform"
+        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
 
 
 def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks) -> torch.Tensor:
@@ -65,27 +71,36 @@ def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softca
     num_requests = batch.seqlens_k.shape[0]
     if attn_mask is not None:
         _check_mask(attn_mask, num_requests, rows.shape[1], 1 if batch.is_decode else None, None, q.device)
-    kv_cache.append(layer_id, new_k, new_v)
+    kv_cache.append(layer_id, new_k.detach(), new_v.detach())
     lens_k = batch.seqlens_k.clamp(min=0)
     num_keys = _padded_length(lens_k, batch.page_table.shape[1] * pools[0].shape[1])
     keys, values = (sdpa.gather_pages(p, batch.page_table, batch.page_table_rows, lens_k, num_keys) for p in pools)
     lens_q = batch.cu_seqlens_q.diff()
     keep = sdpa.ragged_keep(lens_q, lens_k, batch.max_new, num_keys, attn_mask, window)
     padded, place = sdpa.pad_requests(rows, batch.cu_seqlens_q, batch.max_new)
+    request, index = place
+    position = index + (lens_k - lens_q)[request]
+    keys, values = (_with_graph(x, new, request, position) for x, new in ((keys, new_k), (values, new_v)))
     # The corner is in `keep`.
     out = sdpa.attend(padded, keys, values, keep, False, scale, softcap, sinks)[place]
     return out if q.dim() == 3 else out.unsqueeze(1)
 
 
+def _with_graph(stored: torch.Tensor, new: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """``stored (B, S, H, D)``, which holds the values of ``new (T, H, D)`` already, with the graph of `new` where autograd follows it."""
+    if not (torch.is_grad_enabled() and new.requires_grad):
+        return stored
+    # A padding row has a token, but no key: it writes back what is there.
+    is_padding = (position < 0)[:, None, None]
+    place = request, position.clamp(min=0)
+    return stored.index_put(place, torch.where(is_padding, stored[place], new))
+
+
 def _padded_length(lens: torch.Tensor, most: int) -> int:
     if not lens.numel() or (lens.is_cuda and is_capturing()):
         return most if lens.numel() else 0
-    return min(int(lens.max()), most)
-
-
-def _check_scale(scale: Any) -> None:
-    if scale is not None and not is_finite(scale):
-        raise ContractError(f"scale: wanted a finite number, got {scale!r}")
+    # Of requests without a token too there is a key to mask, so that the result has the graph of k and v.
+    return min(max(int(lens.max()), 1), most)
 
 
 def _check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -134,9 +149,6 @@ def _check_mask(
     mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
 ) -> None:
     """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as masked."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
-        got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ContractError(f"attn_mask: wanted a bool tensor, True keeps a score, got {got}")
     if mask.dim() not in (2, 3, 4):
         raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
     if mask.device != device:

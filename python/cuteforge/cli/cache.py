@@ -10,6 +10,7 @@ from rich.text import Text
 from cuteforge.cli.console import open_console
 from cuteforge.cli.families import split_builder
 from cuteforge.errors import UnsupportedError
+from cuteforge.runtime.compile_cache import is_stale
 from cuteforge.runtime.disk_cache import DiskCache, Entry
 
 _DAY_S = 24 * 3600
@@ -17,25 +18,32 @@ _DAY_S = 24 * 3600
 _AGES = (("days", _DAY_S), ("hours", 3600), ("min", 60), ("s", 1))
 
 
-def run(action: str, older_than: float | None = None, arch: str | None = None, remove: bool = False) -> int:
+def run(
+    action: str,
+    older_than: float | None = None,
+    arch: str | None = None,
+    stale: bool = False,
+    remove: bool = False,
+) -> int:
     """List, clear or verify the cache directory that the environment names, whether kernels are stored there now or not.
 
     Args:
         action: "ls", "clear" or "verify".
         older_than: clear only what was not used for so many days.
         arch: clear only what was compiled for this architecture.
+        stale: clear only what was compiled from other sources or by another toolchain than those here.
         remove: remove what `verify` finds damaged.
 
     Returns:
         0, or 1 when `verify` leaves damaged entries or `clear` could not remove one.
 
     Raises:
-        UnsupportedError: the directory cannot be used.
+        UnsupportedError: the directory cannot be used; or `stale`, and there is no toolchain here.
     """
     cache = open_cache()
     if action == "ls":
         return _list(cache)
-    return _clear(cache, older_than, arch) if action == "clear" else _verify(cache, remove)
+    return _clear(cache, older_than, arch, stale) if action == "clear" else _verify(cache, remove)
 
 
 def open_cache() -> DiskCache:
@@ -66,20 +74,24 @@ def _list(cache: DiskCache) -> int:
     return 0
 
 
-def _clear(cache: DiskCache, older_than: float | None, arch: str | None) -> int:
-    if older_than is None and arch is None:
+def _clear(cache: DiskCache, older_than: float | None, arch: str | None, stale: bool) -> int:
+    if older_than is None and arch is None and not stale:
         chosen, size_bytes = cache.paths(), cache.size_bytes()
     else:
-        entries = [entry for entry in cache.ls() if _is_chosen(entry, older_than, arch)]
+        listed = cache.ls()
+        entries = [entry for entry in listed if _is_chosen(entry, older_than, arch, stale)]
         chosen, size_bytes = [entry.path for entry in entries], sum(entry.size_bytes for entry in entries)
+        archs = sorted({entry.arch for entry in listed})
+        if arch is not None and archs and arch not in archs:
+            _say(f"no entry is for {arch}; there are some for {', '.join(archs)}")
     left = cache.remove(chosen)
     _say(f"removed {_size(len(chosen) - len(left), size_bytes)} from {cache.root}")
     return _say_left(left)
 
 
-def _is_chosen(entry: Entry, older_than: float | None, arch: str | None) -> bool:
+def _is_chosen(entry: Entry, older_than: float | None, arch: str | None, stale: bool) -> bool:
     is_old = older_than is None or time.time() - entry.used_at > older_than * _DAY_S
-    return is_old and arch in (None, entry.arch)
+    return is_old and arch in (None, entry.arch) and (not stale or is_stale(entry.key))
 
 
 def _verify(cache: DiskCache, remove: bool) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuteforge.cli.families import FAMILIES
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime.arch import resolve_arch
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Command:
 def _add_warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=(), help="only these; default: all")
     parser.add_argument(
-        "--arch", nargs="+", default=(), metavar="ARCH", help="e.g. sm_90a; default: those of the GPUs here"
+        "--arch", nargs="+", type=_arch, default=(), metavar="ARCH", help="e.g. sm_90a; default: those of the GPUs here"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a JSON list of configurations in place of the presets"
@@ -45,7 +47,10 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("ls", help="list the entries, the one used last first")
     clear = actions.add_parser("clear", help="remove the entries, all of them without an option")
     clear.add_argument("--older-than", type=_positive(float), metavar="DAYS", help="only those not used for so long")
-    clear.add_argument("--arch", metavar="ARCH", help="only those compiled for it")
+    clear.add_argument("--arch", type=_arch, metavar="ARCH", help="only those compiled for it, e.g. sm_90a")
+    clear.add_argument(
+        "--stale", action="store_true", help="only those of other sources or of another toolchain than those here"
+    )
     verify = actions.add_parser("verify", help="check the digest of every file; status 1 if an entry is damaged")
     verify.add_argument("--remove", action="store_true", help="remove the damaged entries")
 
@@ -57,6 +62,14 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few cases; writes a record only with --json")
     parser.add_argument("--json", type=Path, metavar="DIR", help="where records go; default: benchmarks/results")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the records as PNG and SVG into DIR")
+
+
+def _arch(text: str) -> str:
+    """The name of an architecture; a refusal lists those that are known."""
+    try:
+        return resolve_arch(text, None).name
+    except (ContractError, UnsupportedError) as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from error
 
 
 def _positive(number: Callable[[str], float]) -> Callable[[str], float]:

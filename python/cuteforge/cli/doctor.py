@@ -50,10 +50,10 @@ def gpus() -> Rows:
 
 
 def toolchain() -> Rows:
-    """The compiler that a kernel would be built with, and whether its object can be linked."""
+    """The compiler that a kernel would be built with, what would load it, and whether its object can be linked."""
     linker = next(filter(None, map(shutil.which, LINKERS)), None)
     without = f"none of {', '.join(LINKERS)} found: kernels from the disk cache load with the DSL, which takes seconds"
-    return {"compiler": _probe(_compiler), "linker": linker or without}
+    return {"compiler": _probe(_compiler), "loader": _probe(_loader), "linker": linker or without}
 
 
 def cache() -> Rows:
@@ -61,17 +61,18 @@ def cache() -> Rows:
     if not env.disk_cache():
         return {"disk cache": "off (CUTEFORGE_DISK_CACHE=0): kernels are kept in memory only"}
     with _warnings_of("cuteforge.runtime") as warnings:
-        disk = disk_cache.DiskCache()
+        layers = disk_cache.LayeredCache(disk_cache.DiskCache())
+        disk = layers.named
     if disk.root is None:
         return {
             "directory": _probe(lambda: str(disk_cache.default_root())),
             "usable": "no: " + ("; ".join(warnings) or "the reason was logged before"),
         }
     damaged, found = disk.verify(), disk.ls()
-    entries = f"{len(found)}, {disk.size_bytes() / 2**20:.1f} MiB of at most {disk_cache.MAX_BYTES / 2**20:.0f}"
+    entries = f"{len(found)}, {disk.size_bytes() / 2**20:.1f} MiB of at most {disk.max_bytes / 2**20:.0f}"
     return {
         "directory": str(disk.root),
-        "usable": "yes" if os.access(disk.root, os.W_OK) else "to read only: new kernels are not stored",
+        "usable": "yes" if disk.is_writable else f"to read only: {layers.place_of_new()}",
         "entries": entries + (f"; {len(damaged)} damaged, rebuilt when needed" if damaged else ""),
         **_entries_by_family(found),
     }
@@ -125,8 +126,11 @@ def _op_status(op, device_index: int | None) -> str:
     import torch
 
     op.check_support()
+    if device_index is None and env.arch() is None:
+        return "no: no GPU here; set CUTEFORGE_ARCH=sm_90a, or another one, to compile for a GPU elsewhere"
     target = architectures.resolve_arch(None, device_index)
     cutlass_compat.toolchain_fingerprint()
+    cutlass_compat.require_compiler()
     if device_index is None:
         return f"compiles for {target.name} (CUTEFORGE_ARCH); no GPU to run it"
     capability = torch.cuda.get_device_capability(device_index)
@@ -163,7 +167,18 @@ def _describe_gpu(index: int) -> str:
 
 def _compiler() -> str:
     facts = cutlass_compat.toolchain_fingerprint()
+    cutlass_compat.require_compiler()
     return f"nvidia-cutlass-dsl {facts['nvidia-cutlass-dsl']}, {facts['cuda']}"
+
+
+def _loader() -> str:
+    """What loads a kernel that is on disk: found and, as far as that needs no GPU, tried."""
+    import tvm_ffi
+
+    library = cutlass_compat.runtime_library()
+    if not library.exists():
+        raise UnsupportedError(f"nvidia-cutlass-dsl: wanted its run-time library {library}, which is not there")
+    return f"apache-tvm-ffi {tvm_ffi.__version__}, {library.name}"
 
 
 def _describe_variable(variable: env.Variable) -> str:

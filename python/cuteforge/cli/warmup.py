@@ -21,11 +21,14 @@ from rich.text import Text
 from cuteforge.cli.cache import open_cache
 from cuteforge.cli.console import open_console, track
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
+from cuteforge.cli.worker import end_with_parent
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import compile_cache, env
 from cuteforge.runtime.arch import resolve_arch
 
 MAX_DEFAULT_JOBS = 8  # a process takes 0.5 GB of memory
+STATUSES = ("compiled", "already there", "failed", "not stored")
+BAD_STATUSES = ("failed", "not stored")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Outcome:
     """What became of a job, and after how long."""
 
     job: Job
-    status: Literal["compiled", "already there", "failed"]
+    status: Literal["compiled", "already there", "failed", "not stored"]
     seconds: float = 0.0
     reason: str = ""
 
@@ -67,7 +70,7 @@ def run(
         jobs: number of processes; None for one a core, at most `MAX_DEFAULT_JOBS`.
 
     Returns:
-        0, or 1 when a configuration was refused or did not compile; the table says why.
+        0, or 1 when a configuration was refused, did not compile or could not be stored; the table says why.
 
     Raises:
         ContractError: an architecture, the file, or a configuration in it is malformed; nothing was compiled.
@@ -81,13 +84,15 @@ def run(
     started, console = time.perf_counter(), open_console()
     outcomes = list(track(console, "compiling", compile_all(work, jobs or default_jobs()), len(work)))
     print_outcomes(console, sorted(outcomes, key=lambda outcome: work.index(outcome.job)))
-    counts = ", ".join(f"{_count(outcomes, status)} {status}" for status in ("compiled", "already there", "failed"))
+    counts = ", ".join(f"{_count(outcomes, status)} {status}" for status in STATUSES)
     console.print(f"{counts}; {time.perf_counter() - started:.1f} s; {cache.root}", markup=False, soft_wrap=True)
-    return 1 if _count(outcomes, "failed") else 0
+    return 1 if any(_count(outcomes, status) for status in BAD_STATUSES) else 0
 
 
 def find_targets(archs: Sequence[str]) -> dict[str, int]:
     """Architecture name -> the GPU here whose facts count if it is one of this architecture."""
+    if not archs and env.arch() is None and torch.cuda.device_count() == 0:
+        raise UnsupportedError("--arch: no GPU here to take it from; give --arch sm_90a or set CUTEFORGE_ARCH=sm_90a")
     here = {resolve_arch(None, index).name: index for index in reversed(range(torch.cuda.device_count()))}
     named = [resolve_arch(name, None).name for name in archs]
     return {name: here.get(name, 0) for name in named or here or [resolve_arch(None, None).name]}
@@ -102,7 +107,9 @@ def choose_configurations(
         where = [f"{c.family} {c.label}" for c in chosen]
     else:
         if families or head_dims or dtypes:
-            raise ContractError(f"config: wanted no family, head dim or dtype beside it, got {config} and one of them")
+            raise ContractError(
+                f"--config: wanted no --family, --head-dim or --dtype beside it, got {config} and one of them"
+            )
         chosen = read_configurations(config)
         where = [f"config[{index}]" for index in range(len(chosen))]
     for place, configuration in zip(where, chosen):
@@ -115,9 +122,9 @@ def read_configurations(path: Path) -> list[Configuration]:
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ContractError(f"config: wanted a readable JSON file, got {error}") from error
+        raise ContractError(f"--config: wanted a readable JSON file, got {error}") from error
     if not isinstance(items, list):
-        raise ContractError(f"config: wanted a list of objects, got {type(items).__name__}")
+        raise ContractError(f"--config: wanted a list of objects, got {type(items).__name__}")
     for index, item in enumerate(items):
         if not (isinstance(item, dict) and isinstance(item.get("family"), str) and isinstance(item.get("op"), str)):
             raise ContractError(f"config[{index}]: wanted an object with a family and an op, got {item!r}")
@@ -135,7 +142,9 @@ def compile_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Outcome]:
     """Outcomes as they come, from fresh processes: a compiler keeps its state in singletons of its process."""
     # Not forked: a child would inherit the parent's CUDA state.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_processes, max(len(jobs), 1)), mp_context=context)
+    num_processes = min(num_processes, max(len(jobs), 1))
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),))
     try:
         futures = {pool.submit(compile_job, job): job for job in jobs}
         for future in as_completed(futures):
@@ -143,19 +152,27 @@ def compile_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Outcome]:
                 yield future.result()
             except BrokenProcessPool as error:
                 yield Outcome(futures[future], "failed", reason=str(error))
+    except BaseException:
+        # Interrupted: what they compile now is wanted no more.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def compile_job(job: Job) -> Outcome:
     """Compile or load in this process; the errors of a job become its outcome."""
-    compiles, started = compile_cache.stats().compiles, time.perf_counter()
+    before, started = compile_cache.stats(), time.perf_counter()
     try:
         job.configuration.build_op(job.device).compile(job.arch)
     except Exception as error:  # one configuration that fails must not hide the others
         return Outcome(job, "failed", time.perf_counter() - started, _reason(error))
-    status = "compiled" if compile_cache.stats().compiles > compiles else "already there"
-    return Outcome(job, status, time.perf_counter() - started)
+    after, seconds = compile_cache.stats(), time.perf_counter() - started
+    reasons = after.not_stored[len(before.not_stored) :]
+    if reasons:
+        return Outcome(job, "not stored", seconds, "; ".join(dict.fromkeys(reasons)))
+    return Outcome(job, "compiled" if after.compiles > before.compiles else "already there", seconds)
 
 
 def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
@@ -163,7 +180,8 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
     table = Table("family", "configuration", "for", "", "seconds")
     for outcome in outcomes:
         configuration = outcome.job.configuration
-        status = Text(f"FAILED: {outcome.reason}" if outcome.status == "failed" else outcome.status, overflow="fold")
+        is_bad = outcome.status in BAD_STATUSES
+        status = Text(f"{outcome.status.upper()}: {outcome.reason}" if is_bad else outcome.status, overflow="fold")
         seconds = f"{outcome.seconds:.1f}"
         table.add_row(configuration.family, Text(configuration.label), outcome.job.arch, status, seconds)
     console.print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from cuteforge.api_base import Sample
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import Problem, Traits, select_decode
 from cuteforge.gqa.op import AttentionOp
-from cuteforge.gqa.options import Window
+from cuteforge.gqa.options import Window, checked_splits
 from cuteforge.runtime.arch import Arch
 from cuteforge.tensor_spec import Dims
 
@@ -21,7 +20,7 @@ class _Decode(AttentionOp):
     """A few query tokens for many keys, which several CTAs share."""
 
     def __init__(self, num_splits: int | None, *options: Any, **samples: Any) -> None:
-        self.num_splits: int | None = _splits(num_splits)
+        self.num_splits: int | None = checked_splits(num_splits)
         super().__init__(*options, **samples)
 
     @property
@@ -110,7 +109,8 @@ class GQAPrefill(AttentionOp):
         tensors |= {"seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
         super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
             if name not in given and other in given:
                 raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
@@ -125,7 +125,8 @@ class GQAPrefill(AttentionOp):
 class _Paged:
     """What the paged ops share."""
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         if ("seqlens_k" in given) == ("kv_indptr" in given):
             problem = (
                 "a tensor, or else kv_indptr, got neither"
@@ -213,9 +214,3 @@ class PagedGQAPrefill(_Paged, AttentionOp):
 def decode_rows(q_shape: tuple[int, ...], kv_heads: int) -> int:
     """Query rows that read one KV head: the heads of its group times the tokens."""
     return q_shape[-2] // max(kv_heads, 1) * (q_shape[1] if len(q_shape) == 4 else 1)
-
-
-def _splits(value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1):
-        raise ContractError(f"num_splits: wanted None or an int of 1 or more, got {value!r}")
-    return None if value is None else int(value)

@@ -11,6 +11,7 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import MAX_HEAD_DIM
 from cuteforge.tensor_spec import Dims
 
+_INT32 = torch.iinfo(torch.int32)
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "kv_indptr")
 
 
@@ -102,6 +103,8 @@ class ShapeCheck:
 def check_contents(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     """Read offsets, lengths and page numbers, and refuse what points outside the operands. Synchronizes.
 
+    Of int64 tensors also what int32, which the kernels read, does not hold: a page of 2**32 + 1 would be taken for page 1.
+
     Args:
         left: keys before its own that a query sees, None for all: pages that no query sees may have been given away.
 
@@ -114,11 +117,11 @@ def check_contents(tensors: Mapping[str, torch.Tensor], left: int | None) -> Non
     if "cu_seqlens_k" in tensors:
         _check_offsets("cu_seqlens_k", tensors["cu_seqlens_k"], tensors["k"].shape[0])
     if "kv_indptr" in tensors:
-        _check_offsets("kv_indptr", tensors["kv_indptr"], None)
+        _check_offsets("kv_indptr", tensors["kv_indptr"], _INT32.max)
     if "page_table" in tensors:
         _check_pages(tensors, left)
     elif "seqlens_k" in tensors:
-        _check_range("seqlens_k", tensors["seqlens_k"], None, tensors["k"].shape[1] + 1)
+        _check_range("seqlens_k", tensors["seqlens_k"], _INT32.min, tensors["k"].shape[1] + 1)
 
 
 def _check_pages(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
@@ -126,7 +129,7 @@ def _check_pages(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     page_size = pool.shape[1] if pool.dim() == 4 else 1
     name = "seqlens_k" if "seqlens_k" in tensors else "kv_indptr"
     lengths = tensors[name] if name == "seqlens_k" else tensors[name].diff()
-    _check_range(name, lengths, None, table.shape[1] * page_size + 1)
+    _check_range(name, lengths, _INT32.min, table.shape[1] * page_size + 1)
     rows = tensors.get("page_table_rows")
     if rows is not None:
         _check_range("page_table_rows", rows, 0, table.shape[0])
@@ -137,7 +140,8 @@ def _check_pages(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     used = columns[None] < read[:, None]
     if left is not None:
         used &= columns[None] + page_size > (lengths - _num_queries(tensors) - left)[:, None]
-    bad = (used & ((table < 0) | (table >= pool.shape[0]))).nonzero()
+    wraps = (columns[None] < lengths[:, None]) & ((table < _INT32.min) | (table > _INT32.max))
+    bad = (used & ((table < 0) | (table >= pool.shape[0])) | wraps).nonzero()
     if len(bad):
         request, column = bad[0].tolist()
         row = request if rows is None else int(rows[request])
@@ -153,22 +157,19 @@ def _num_queries(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
     return tensors["cu_seqlens_q"].diff() if "cu_seqlens_q" in tensors else q.shape[1] if q.dim() == 4 else 1
 
 
-def _check_offsets(name: str, offsets: torch.Tensor, most: int | None) -> None:
+def _check_offsets(name: str, offsets: torch.Tensor, most: int) -> None:
     values = offsets.tolist()
     for index, offset in enumerate(values):
         low = values[index - 1] if index else 0
-        if offset < low or (most is not None and offset > most):
-            end = "" if most is None else f" up to {most}"
-            raise ContractError(f"{name}: wanted ascending offsets from 0{end}, got {offset} at index {index}")
+        if not low <= offset <= most:
+            raise ContractError(f"{name}: wanted ascending offsets from 0 up to {most}, got {offset} at index {index}")
 
 
-def _check_range(name: str, values: torch.Tensor, low: int | None, end: int) -> None:
+def _check_range(name: str, values: torch.Tensor, low: int, end: int) -> None:
     """Refuse values outside ``[low, end)``."""
-    bad = values >= end
-    if low is not None:
-        bad = bad | (values < low)
-    where = bad.nonzero()
+    where = ((values >= end) | (values < low)).nonzero()
     if len(where):
         index = int(where[0])
-        wanted = f"at most {end - 1}" if low is None else f"in [{low}, {end})"
-        raise ContractError(f"{name}: wanted values {wanted}, got {int(values[index])} at index {index}")
+        got = int(values[index])
+        wanted = f"at most {end - 1}" if low == _INT32.min <= got else f"in [{low}, {end})"
+        raise ContractError(f"{name}: wanted values {wanted}, got {got} at index {index}")

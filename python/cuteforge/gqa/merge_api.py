@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase, Sample, TupleDict
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.gqa.config import MAX_HEAD_DIM
 from cuteforge.gqa.merge_config import ACCESS_BYTES, MergeTraits
@@ -15,7 +16,7 @@ from cuteforge.op_cache import run_op
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
-from cuteforge.torch_library import call_op, is_traced, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
 
 FLOATS = ("bfloat16", "float16", "float32")
 INPUT_NAMES = ("o_a", "lse_a", "o_b", "lse_b")
@@ -80,17 +81,20 @@ class MergeState(APIBase):
         return operands[4].numel() == 0  # out
 
 
-def merge_state(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> TupleDict:
+def merge_state(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, stream: Any = None
+) -> TupleDict:
     """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and numerics.
 
     Args:
         o_a, o_b: ``(B, L, H, D)`` or ``(T, H, D)``.
         lse_a, lse_b: ``(B, H, L)`` or ``(H, T)`` fp32.
+        stream: where allocation, copies and launch happen; None is torch's current stream of o_a's device, and the only choice under torch.compile.
 
     Returns:
-        ``TupleDict(out, lse)``, shapes and dtypes of o_a and lse_a; on torch's current stream of o_a's device.
+        ``TupleDict(out, lse)``, shapes and dtypes of o_a and lse_a.
 
-    An input whose strides or alignment the kernel does not read is copied first. Never falls back to another implementation.
+    An input whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another implementation.
 
     Raises:
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
@@ -99,10 +103,11 @@ def merge_state(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b
     check_outputs(o_a)
     inputs = (o_a, lse_a, o_b, lse_b)
     refuse_grad(INPUT_NAMES, inputs, "merge_state")
-    if is_traced(o_a):
-        results = call_op("merge_state", dict(zip(INPUT_NAMES, inputs)), inputs)
-    else:
-        results = run_merge(inputs)
+    with asked_stream(stream, *inputs):
+        if is_traced(o_a):
+            results = call_op("merge_state", dict(zip(INPUT_NAMES, inputs)), inputs)
+        else:
+            results = run_merge(inputs)
     return TupleDict(out=results[0], lse=results[1])
 
 
@@ -133,5 +138,5 @@ def new_merged(o_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_outputs(o_a: Any) -> None:
     """What is needed to allocate the results; the op checks everything else."""
     if not isinstance(o_a, torch.Tensor) or o_a.dim() not in _LAYOUTS:
-        got = f"shape {tuple(o_a.shape)}" if isinstance(o_a, torch.Tensor) else type(o_a).__name__
+        got = f"shape {tuple(o_a.shape)}" if isinstance(o_a, torch.Tensor) else kind_of(o_a)
         raise ContractError(f"o_a: wanted a tensor of shape (B, L, H, D) or (T, H, D), got {got}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cuteforge.api_base import APIBase
+from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
@@ -57,8 +58,9 @@ def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]
         "sinks": "Hq",
         "workspace": "W",
     }
-    written = {"out", "lse", "workspace"} | ({"k_cache", "v_cache"} if "new_k" in names else set())
-    return Signature(*(_operand(name, dims[name], "out" if name in written else "in") for name in names))
+    roles = {"out": "out", "lse": "out", "workspace": "scratch"}
+    roles |= dict.fromkeys(("k_cache", "v_cache"), "update") if "new_k" in names else {}
+    return Signature(*(_operand(name, dims[name], roles.get(name, "in")) for name in names))
 
 
 def _operand(name: str, dims: str, role: str) -> Operand:
@@ -84,7 +86,9 @@ class AttentionOp(APIBase):
     ) -> None:
         given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
         ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
-        self.options: ScoreOptions = ScoreOptions(bool(causal), checked_window(window), checked_softcap(softcap))
+        self.options: ScoreOptions = ScoreOptions(
+            flag("causal", causal), checked_window(window), checked_softcap(softcap)
+        )
         self.softmax_scale: float | None = checked_scale(softmax_scale)
         self._optional = tuple(name for name in given if name not in self._REQUIRED)
         self._check_presence(given)
@@ -98,11 +102,12 @@ class AttentionOp(APIBase):
         self._arrange = Arrangement(self.signature.names)
         self._takes_workspace = self._splits
         # of a head dim of 0 the table says what is wrong
-        usual = max(self.samples["q"].shape[-1], 1) ** -0.5
+        usual = max((1, *self.samples["q"].shape)[-1], 1) ** -0.5
         self._usual_scale = usual if self.softmax_scale is None else self.softmax_scale
         self._shapes = ShapeCheck(self.signature.names)
 
-    def _check_presence(self, given: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_presence(given: Mapping[str, Any]) -> None:
         """Refuse operands that need one another, or exclude one another."""
 
     def _layouts(self, ranks: Mapping[str, int], given: Mapping[str, Any]) -> tuple[str, str]:
@@ -173,8 +178,8 @@ class AttentionOp(APIBase):
     def _is_empty(self, operands: tuple) -> bool:
         return operands[len(self._REQUIRED) - 1].numel() == 0  # out
 
-    def _check_contents(self, operands: tuple) -> None:
-        check_contents(dict(zip(self.signature.names, operands)), self.options.left)
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_contents(tensors, self.options.left)
 
     # Launching.
 
@@ -209,7 +214,10 @@ class AttentionOp(APIBase):
     def _gather(self, operands: tuple, named: dict[str, Any], workspace: Any) -> tuple:
         """The operands of a call in the order of the signature; others than the samples' are refused."""
         if not named and not self._optional and len(operands) == len(self._REQUIRED) and self._compiled is not None:
-            return (*operands, workspace) if self._takes_workspace else operands
+            if self._takes_workspace:
+                return (*operands, workspace)
+            if workspace is None:
+                return operands
         if len(operands) != len(self._REQUIRED):
             operands = self._required(operands, named)
         if len(named) != len(self._optional) or not all(map(named.__contains__, self._optional)):
@@ -217,14 +225,19 @@ class AttentionOp(APIBase):
         operands = (*operands, *[named[name] for name in self._optional])
         if self._compiled is None:
             self._load_again(operands)
-        return (*operands, workspace) if self._splits else operands
+        if self._splits:
+            return (*operands, workspace)
+        if workspace is not None and not isinstance(workspace, torch.Tensor):
+            raise ContractError(f"workspace: wanted None, as none is needed, got {kind_of(workspace)}")
+        return operands
 
     def _required(self, operands: tuple, named: dict[str, Any]) -> tuple:
         """Positional operands with those that were given by name, which are taken out of `named`."""
         rest = self._REQUIRED[len(operands) :]
         missing = [name for name in rest if name not in named]
         if len(operands) > len(self._REQUIRED) or missing:
-            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self._REQUIRED)}: missing {missing}")
+            problem = f"missing {missing}, {len(operands)} positional"
+            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self._REQUIRED)}: {problem}")
         return (*operands, *(named.pop(name) for name in rest))
 
     def _check_optional(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +248,7 @@ class AttentionOp(APIBase):
                 raise ContractError(f"{name}: wanted a tensor, as in the samples, got None")
         for name in given:
             if name not in self._optional:
-                raise ContractError(f"{name}: wanted None, as in the samples, got {type(given[name]).__name__}")
+                raise ContractError(f"{name}: wanted None, as in the samples, got {kind_of(given[name])}")
         return given
 
     def workspace_bytes(self) -> int:
@@ -258,7 +271,7 @@ class AttentionOp(APIBase):
             if workspace.numel() >= needed and workspace.device == q.device:
                 return
         wanted = f"shape (W) with W >= {needed}, dtype uint8, on {q.device}"
-        got = type(workspace).__name__
+        got = kind_of(workspace)
         if isinstance(workspace, torch.Tensor):
             got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
         raise ContractError(f"workspace: wanted {wanted}, got {got}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
 
+from cuteforge.arguments import described, integer, is_finite, number
 from cuteforge.errors import ContractError
 
 Window = tuple[int | None, int | None]
@@ -59,18 +59,14 @@ def checked_window(value: Any) -> Window:
     if value is None:
         return UNLIMITED
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(_is_limit, value)):
-        raise ContractError(f"window: wanted None or (left, right), each None or an int of 0 or more, got {value!r}")
+        got = repr(value) if isinstance(value, (tuple, list)) else described(value)
+        raise ContractError(f"window: wanted None or (left, right), each None or an int of 0 or more, got {got}")
     left, right = (None if side is None else min(int(side), _MOST_KEYS) for side in value)
     return left, right
 
 
 def _is_limit(side: Any) -> bool:
     return side is None or (isinstance(side, numbers.Integral) and not isinstance(side, bool) and side >= 0)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
-    return isinstance(value, numbers.Real) and -math.inf < value < math.inf
 
 
 def checked_softcap(value: Any) -> float | None:
@@ -83,7 +79,7 @@ def checked_softcap(value: Any) -> float | None:
     if value is None or (is_finite(value) and value == 0):
         return None
     if isinstance(value, bool) or not (is_finite(value) and least <= value <= most):
-        raise ContractError(f"softcap: wanted None, 0 or a number from {least:g} to {most:g}, got {value!r}")
+        raise ContractError(f"softcap: wanted None, 0 or a number from {least:g} to {most:g}, got {described(value)}")
     return float(value)
 
 
@@ -93,6 +89,14 @@ def checked_scale(value: Any) -> float | None:
     Raises:
         ContractError: no finite number; a tensor is none.
     """
-    if value is not None and not is_finite(value):
-        raise ContractError(f"softmax_scale: wanted a finite number, got {value!r}")
-    return None if value is None else float(value)
+    return None if value is None else number("softmax_scale", value)
+
+
+def checked_splits(value: Any) -> int | None:
+    """`value` as an int, or None. More than there are keys are as good as any.
+
+    Raises:
+        ContractError: no int of 1 or more.
+    """
+    splits = integer("num_splits", value, least=1, or_none=True)
+    return None if splits is None else min(splits, _MOST_KEYS)

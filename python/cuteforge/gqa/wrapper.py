@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
+from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import (
     GQADecode,
@@ -20,9 +20,9 @@ from cuteforge.gqa.api import (
     decode_rows,
 )
 from cuteforge.gqa.config import ROW_BLOCK
-from cuteforge.gqa.options import Window, checked_softcap, checked_window
+from cuteforge.gqa.options import Window, checked_scale, checked_softcap, checked_splits, checked_window
 from cuteforge.gqa.prefill_sm90a.config import few_rows
-from cuteforge.op_cache import dense, run_op
+from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
@@ -47,7 +47,6 @@ _INPUTS = {
     ),
     PagedGQAPrefill: ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "seqlens_k", "kv_indptr", "page_table_rows", "mask", "sinks"),
 }  # fmt: skip
-_OPTIONS = ("causal", "window", "softcap", "num_splits")
 # The ops of torch by class, and the one that writes the pools.
 OPS = {
     GQADecode: "gqa_decode",
@@ -184,24 +183,41 @@ def _attend(
 ) -> TupleDict:  # fmt: skip
     """Run a wrapper: its inputs, None for those not given, and its options."""
     known_as = None
-    if out is None and stream is None:
+    # a number is no flag, though it may be equal to one
+    if out is None and stream is None and type(options[0]) is bool and type(return_lse) is bool:
         known_as = (op, return_lse, softmax_scale, options)
         results = known_calls.serve(known_as, inputs)
         if results is not None:
             return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
-    tensors, config = dict(zip(_INPUTS[op], inputs)), dict(zip(_OPTIONS, options))
-    check_queries(tensors, op)
-    # one form of each: they are part of a key
-    config["window"], config["softcap"] = checked_window(config["window"]), checked_softcap(config["softcap"])
+    tensors = dict(zip(_INPUTS[op], inputs))
     given = {name: x for name, x in tensors.items() if x is not None}
+    _check_tensors(given if out is None else {**given, "out": out})
+    check_queries(tensors, op)
+    config, return_lse, softmax_scale = (
+        _checked_options(options),
+        flag("return_lse", return_lse),
+        checked_scale(softmax_scale),
+    )
     refuse_grad(given, given.values(), op.__name__)
-    with asked_stream(stream, tensors["q"].device):
+    with asked_stream(stream, *inputs, out):
         if is_traced(inputs[0]):
-            results = _attend_by_op(op, tensors, given, out, stream, softmax_scale, config)
+            results = _attend_by_op(op, tensors, given, out, softmax_scale, config)
         else:
-            results = run_attention(op, given, out, return_lse, stream, softmax_scale, config, known_as)
-            _count_writes(given, out)
+            results = run_attention(op, given, out, return_lse, softmax_scale, config, known_as)
     return TupleDict(out=results[0], lse=results[1]) if return_lse else TupleDict(out=results[0])
+
+
+def _checked_options(options: tuple) -> dict[str, Any]:
+    """By name, one form of each: they are part of a key."""
+    causal, window, softcap, *splits = options
+    config = {"causal": flag("causal", causal), "window": checked_window(window), "softcap": checked_softcap(softcap)}
+    return {**config, "num_splits": checked_splits(splits[0])} if splits else config
+
+
+def _check_tensors(given: Tensors) -> None:
+    for name, x in given.items():
+        if not isinstance(x, _Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(x)}")
 
 
 def known_dense_call(op: type, q: Any, k: Any, v: Any, mask: Any, causal: bool, softmax_scale: float | None) -> Any:
@@ -217,12 +233,11 @@ def run_attention(
     given: Tensors,
     out: Any,
     return_lse: bool,
-    stream: Any,
     softmax_scale: float | None,
     config: Mapping[str, Any],
     known_as: Hashable = None,
 ) -> tuple:
-    """(out, lse or None), launched on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
+    """(out, lse or None), launched on CUDA tensors that nothing follows.
 
     Args:
         known_as: the key under which the call is to be kept, of `known_calls`.
@@ -241,8 +256,7 @@ def run_attention(
         op, names, return_lse, q.dtype, q.shape[-1], inputs[2].shape[-1], q.dim(), keys.dim(), given["mask"].dim() if "mask" in given else 0,
         tuple(config.values()), rows, q.get_device(),
     )  # fmt: skip
-    copy = _readable_but_pools(given) if "new_k" in given else readable
-    compiled = run_op(key, _make, inputs, _launch, copy, (op, names, results, stream, softmax_scale, config))
+    compiled = run_op(key, _make, inputs, _launch, _readable, (op, names, results, softmax_scale, config))
     if compiled is not None and results["out"].numel():
         tensors = tuple(map(given.get, _INPUTS[op]))
         known_calls.keep(known_as, tensors, _call_of, compiled, given, results, softmax_scale)
@@ -300,18 +314,18 @@ def _most_elems_of_few_rows(given: Tensors) -> int:
 
 
 def _make(*call: Any) -> Any:
-    *inputs, op, names, results, _, _, config = call
+    *inputs, op, names, results, _, config = call
     return op(**dict(zip(names, inputs)), **results, **config)
 
 
 def _launch(
-    op: Any, inputs: tuple, _: type, names: tuple[str, ...], results: Tensors, stream: Any, scale: float | None, __: Any
+    op: Any, inputs: tuple, _: type, names: tuple[str, ...], results: Tensors, scale: float | None, __: Any
 ) -> None:
     tensors = {**dict(zip(names, inputs)), **results}
     if op._splits:
         q = inputs[0]
         tensors["workspace"] = torch.empty(op._workspace_bytes(q.get_device()), dtype=torch.uint8, device=q.device)
-    op._launch(tuple([tensors[name] for name in op.signature.names]), stream, (op._scale_of(scale),))
+    op._launch(tuple([tensors[name] for name in op.signature.names]), None, (op._scale_of(scale),))
 
 
 def new_results(given: Tensors, with_lse: bool) -> tuple:
@@ -330,29 +344,25 @@ def new_results(given: Tensors, with_lse: bool) -> tuple:
     return out, q.new_empty(shape, dtype=torch.float32)
 
 
-def readable(tensor: Any) -> Any:
-    """`tensor`, or a copy that the kernel reads: indices as int32, rows contiguous and aligned."""
-    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-        return tensor.to(torch.int32)
-    return dense(tensor)
-
-
-def _readable_but_pools(given: Tensors) -> Callable[[Any], Any]:
-    """As `readable`, except for pools that are written."""
-    pools = [given[name] for name in POOLS]
-    return lambda tensor: tensor if any(tensor is pool for pool in pools) else readable(tensor)
+def _readable(inputs: tuple, op: type, names: tuple[str, ...], *_: Any) -> tuple:
+    """`readable` each, but for pools that are written."""
+    written = POOLS if "new_k" in names else ()
+    return tuple(x if name in written else readable(x) for name, x in zip(names, inputs))
 
 
 def check_queries(tensors: Tensors, op: type) -> None:
     """What is needed to allocate the results; the op checks everything else."""
     for name in op._REQUIRED[:-1]:
         if not isinstance(tensors[name], _Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(tensors[name]).__name__}")
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensors[name])}")
+    op._check_presence({name: x for name, x in tensors.items() if x is not None})
     is_packed = op is PagedGQAPrefill or tensors.get("cu_seqlens_q") is not None
     shapes = _PACKED_QUERIES if is_packed else _QUERIES[op]
     rank = tensors["q"].dim()
     if rank not in shapes:
         raise ContractError(f"q: wanted shape {' or '.join(shapes.values())}, got {rank} dims")
+    if is_packed and tensors["cu_seqlens_q"].dim() != 1:
+        raise ContractError(f"cu_seqlens_q: wanted shape (B+1), got {tensors['cu_seqlens_q'].dim()} dims")
     ranks = (3, 4) if "k_cache" in tensors else (rank,)
     for name in op._REQUIRED[1:3]:
         if tensors[name].dim() not in ranks:
@@ -364,7 +374,6 @@ def _attend_by_op(
     tensors: Tensors,
     given: Tensors,
     out: Any,
-    stream: Any,
     softmax_scale: float | None,
     config: Mapping[str, Any],
 ) -> tuple:
@@ -374,7 +383,7 @@ def _attend_by_op(
     causal, window, softcap, *rest = config.values()
     name = APPEND_OP if appends else OPS[op]
     operands = given if out is None else {**given, "out": out}
-    results = call_op(name, operands, (*inputs, softmax_scale, bool(causal), *window, softcap, *rest), stream)
+    results = call_op(name, operands, (*inputs, softmax_scale, causal, *window, softcap, *rest))
     return (results[0] if out is None else _copied(results[0], out), results[1])
 
 
@@ -384,12 +393,3 @@ def _copied(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         wanted, got = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (result, out))
         raise ContractError(f"out: wanted {wanted}, got {got}")
     return out.copy_(result)
-
-
-def _count_writes(given: Tensors, out: Any) -> None:
-    """As torch's own ops do: a graph that saved such a tensor before refuses to use it."""
-    written = [given[name] for name in POOLS] if "new_k" in given else []
-    if out is not None:
-        written.append(out)
-    if written:
-        increment_version(written)

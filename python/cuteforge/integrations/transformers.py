@@ -9,14 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
 from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.integrations.versions import require_transformers
+from cuteforge.torch_library import autocasts
 
+require_transformers(transformers.__version__)  # an older one lacks what is imported here
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+from transformers.utils.import_utils import is_tracing  # noqa: E402
+
+# transformers' own, which warns once
+_logger = logging.get_logger(__name__)
 # What models pass beside queries, keys and values that changes the result.
 _UNSERVED = {
     "position_bias": "scores take no bias",
@@ -57,13 +65,13 @@ def attention_forward(
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
         options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served, others refused where they change
-            the result, ignored where not.
+            the result, ignored where not. ``output_attentions`` warns once.
 
     Returns:
         ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
 
     Raises:
-        UnsupportedError: dropout, weights to return, a mask that is no bool, or an option that asks for more than a softmax over kept scores.
+        UnsupportedError: dropout, a mask that is no bool, or an option that asks for more than a softmax over kept scores.
     """
     _check_call(module, attention_mask, dropout, key.shape[2], options)
     if attention_mask is not None:
@@ -92,8 +100,8 @@ def _check_call(
         )
     if dropout:
         raise UnsupportedError(f"dropout: attention weights are not dropped; set the config's to 0.0, got {dropout}")
-    if options.get("output_attentions"):
-        raise UnsupportedError("output_attentions: attention weights are not kept; use eager attention for them")
+    if options.get("output_attentions") and not torch.compiler.is_compiling():
+        _logger.warning_once("output_attentions: attention weights are not kept; set the attention to 'eager' for them")
     for option, limit in _UNSERVED.items():
         if options.get(option) is not None:
             raise UnsupportedError(f"{option}: {limit}; use eager attention for this model")
@@ -117,7 +125,7 @@ def _check_call(
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As torch's own attention does: norms under autocast leave queries and keys in fp32 beside values that are not."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
@@ -162,4 +170,5 @@ def _kept_keys(padding: torch.Tensor | None, kv_length: int, kv_offset: int, may
     kept = padding[:, kv_offset : kv_offset + kv_length]
     if (missing := kv_length - kept.shape[1]) > 0:
         kept = pad(kept, (0, missing))
-    return None if may_read and not is_tracing(kept) and bool(kept.all()) else kept
+    may_read = may_read and not kept.is_meta and not is_tracing(kept)
+    return None if may_read and bool(kept.all()) else kept

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from cuteforge.api_base import APIBase, Sample
+from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.rotary.config import MAX_HEAD_DIM, Problem, Traits
 from cuteforge.runtime.arch import Arch
@@ -19,6 +20,7 @@ from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 
 FLOATS = ("bfloat16", "float16", "float32")
 TOKENS = {3: "T", 4: "B L"}
+_FORTH, _BACK = (0,), (1,)
 _T = TypeVar("_T")
 # (cos, sin)
 Pair = tuple[_T, _T] | list[_T]
@@ -91,7 +93,7 @@ class RotaryEmbedding(APIBase):
         spec = TensorSpec.of(x, "x")
         if len(spec.shape) not in TOKENS:
             raise ContractError(f"x: wanted shape (T, H, D) or (B, L, H, D), got {len(spec.shape)} dims")
-        self.interleaved: bool = bool(interleaved)
+        self.interleaved: bool = flag("interleaved", interleaved)
         self._kind = (len(spec.shape), spec.dtype, self.interleaved, k is not None, positions is not None)
         super().__init__(**operands)
         self._num_operands, self._has_keys = len(operands), k is not None
@@ -113,9 +115,9 @@ class RotaryEmbedding(APIBase):
         traits = Traits(Problem(dtype, dims["D"], 2 * dims["half"], interleaved), rank, has_keys, positions)
         return KernelKey("cuteforge.rotary.kernel:build", traits, arch.name)
 
-    def _check_contents(self, operands: tuple) -> None:
-        if "positions" in self.samples:
-            check_positions(operands[-1], operands[-3].shape[0])
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if "positions" in tensors:
+            check_positions(tensors["positions"], tensors["cos"].shape[0])
 
     def execute(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor, positions: torch.Tensor | None = None, *,
@@ -169,13 +171,20 @@ def named_operands(x, table, out, positions, k, k_out) -> dict[str, Any]:
             raise ContractError("positions: wanted a tensor for the table (cos, sin), got None")
         return operands | {"cos": table[0], "sin": table[1], "positions": positions}
     if positions is not None:
-        raise ContractError("positions: wanted None with freqs_cis, which has a row for each token, got a tensor")
+        raise positions_not_wanted(positions)
     return operands | {"freqs_cis": table}
+
+
+def positions_not_wanted(positions: Any) -> ContractError:
+    wanted = "None with freqs_cis, which has a row for each token"
+    return ContractError(f"positions: wanted {wanted}, got {kind_of(positions)}")
 
 
 def direction(inverse: bool) -> tuple[int]:
     """The scalar of a launch."""
-    return (1 if inverse else 0,)
+    if inverse is False:
+        return _FORTH
+    return _BACK if inverse is True or flag("inverse", inverse) else _FORTH
 
 
 def check_positions(positions: torch.Tensor, max_pos: int) -> None:

@@ -7,16 +7,21 @@ Plain frequencies are ``base ** (-2 * i / rotary_dim)`` for pair ``i`` (RoFormer
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 
-from cuteforge.errors import ContractError
+from cuteforge.arguments import described, integer, number
+from cuteforge.errors import ContractError, UnsupportedError
 
+_DEFAULT_BASE = 10000.0
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
 _CHUNK_ELEMENTS = 1 << 22
+# What no table has: positions are int32, or int64 for no other reason than that torch makes them so.
+_MOST_POSITIONS, _MOST_COLUMNS = 2**31 - 1, 2**16
 
 
 @dataclass(frozen=True)
@@ -164,10 +169,11 @@ class YarnScaling:
     def scale(self, frequencies: Sequence[float], rotary_dim: int, base: float) -> list[float]:
         """As `LinearScaling.scale`."""
         first, last = self._pair_at(self.beta_fast, rotary_dim, base), self._pair_at(self.beta_slow, rotary_dim, base)
+        # before they are rounded: they may be infinite
+        first, last = min(max(first, 0), rotary_dim), min(last, rotary_dim - 1)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first = max(first, 0)
-        last = max(first, min(last, rotary_dim - 1))
+        last = max(first, last)
         # Limits that meet are a step; the authors' code makes it a ramp of this width.
         last = first + 0.001 if first == last else last
         blend = [_ramp(i, first, last) for i in range(len(frequencies))]
@@ -184,12 +190,24 @@ class YarnScaling:
 
 Scaling = LinearScaling | NTKScaling | Llama3Scaling | YarnScaling
 _KINDS: dict[str, type[Scaling]] = {each.kind: each for each in (LinearScaling, NTKScaling, Llama3Scaling, YarnScaling)}
+# Plain frequencies; the second is what older configs of multimodal models say.
+_PLAIN = ("default", "mrope")
+# Types of transformers that one table cannot serve.
+_UNSERVED = {
+    "dynamic": "changes with the length of the sequence",
+    "longrope": "changes with the length of the sequence",
+    "proportional": "leaves pairs unrotated",
+    "axial": "turns by positions of several axes",
+}
+# Keys of transformers' dictionaries that say nothing about frequencies: the part of a head that `rotary_dim` says, the
+# axis by whose position a pair of a multimodal model turns, and the length of a context.
+_OTHER_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "max_position_embeddings")
 
 
 def rotary_table(
     max_pos: int,
     rotary_dim: int,
-    base: float = 10000.0,
+    base: float | None = None,
     scaling: Scaling | Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,10 +216,10 @@ def rotary_table(
     Args:
         max_pos: positions 0 to ``max_pos - 1``.
         rotary_dim: rotated columns of a head, even, 2 or more.
-        base: of the frequencies, above 1 (``rope_theta`` of model configs).
+        base: of the frequencies, above 1. None: ``rope_theta`` of `scaling`, else 10000.
         scaling: None, or how frequencies are scaled: a `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling`,
-            or the same as the ``rope_scaling`` of a model config, ``{"rope_type": "linear" | "ntk" | "llama3" | "yarn"
-            | "default", …}`` (or ``"type"``) with the fields of that class as keys.
+            or ``config.rope_scaling`` of transformers as it is: ``{"rope_type": "linear" | "ntk" | "llama3" | "yarn" |
+            "default", …}`` (or ``"type"``) with the fields of that class as keys.
         device: of the results; None is torch's default device.
 
     Returns:
@@ -209,11 +227,13 @@ def rotary_table(
 
     Raises:
         ContractError: names the argument, or the key of `scaling`.
+        UnsupportedError: a type of transformers that one table cannot serve.
     """
-    _check_int("max_pos", max_pos, at_least=0)
+    max_pos = integer("max_pos", max_pos, least=0, most=_MOST_POSITIONS)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)
+    device = _device(device)
     frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
-    cos, sin = (torch.empty(max_pos, rotary_dim // 2, dtype=torch.float32, device=device) for _ in range(2))
+    cos, sin = (torch.empty(max_pos, len(frequencies), dtype=torch.float32, device=device) for _ in range(2))
     rows = max(1, _CHUNK_ELEMENTS // len(frequencies))
     for start in range(0, max_pos, rows):
         stop = min(start + rows, max_pos)
@@ -224,34 +244,69 @@ def rotary_table(
 
 
 def rotary_frequencies(
-    rotary_dim: int, base: float = 10000.0, scaling: Scaling | Mapping[str, Any] | None = None
+    rotary_dim: int, base: float | None = None, scaling: Scaling | Mapping[str, Any] | None = None
 ) -> tuple[list[float], float]:
     """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see `rotary_table`."""
-    _check_int("rotary_dim", rotary_dim, at_least=2)
+    rotary_dim = integer("rotary_dim", rotary_dim, least=2, most=_MOST_COLUMNS)
     if rotary_dim % 2:
         raise ContractError(f"rotary_dim: wanted an even number, got {rotary_dim}")
-    _check_number("base", base, at_least=1.0)
-    if base == 1:
-        raise ContractError(f"base: wanted a number above 1, got {base}")
+    chosen, theta = _parse(scaling)
+    base = _checked_base(base, theta)
     frequencies = [base ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
-    chosen = parse_scaling(scaling)
     if chosen is None:
         return frequencies, 1.0
     return chosen.scale(frequencies, rotary_dim, base), chosen.amplitude
 
 
-def parse_scaling(scaling: Any) -> Scaling | None:
-    """`scaling` of `rotary_table` as an object; None for none.
+def _device(device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ContractError(f"device: wanted None or a device of torch, got {described(device)}") from error
+
+
+def _checked_base(base: Any, theta: float | None) -> float:
+    """The argument `base`, or ``rope_theta`` of `scaling`, as a float."""
+    if base is None:
+        return _DEFAULT_BASE if theta is None else theta
+    base = _number("base", base, 1.0)
+    if base == 1:
+        raise ContractError(f"base: wanted a number above 1, got {base}")
+    if theta not in (None, base):
+        raise ContractError(f"base: wanted None or {theta}, rope_theta of scaling, got {base}")
+    return base
+
+
+def _parse(scaling: Any) -> tuple[Scaling | None, float | None]:
+    """`scaling` of `rotary_table` as an object, None for none, and the base that it says, None where it says none.
 
     Raises:
         ContractError: no such kind, a key that the kind does not know, or one that it lacks.
+        UnsupportedError: a kind that one table cannot serve.
     """
     if scaling is None or isinstance(scaling, tuple(_KINDS.values())):
-        return scaling
+        return scaling, None
     if not isinstance(scaling, Mapping):
         raise ContractError(f"scaling: wanted a mapping with a rope_type, or None, got {type(scaling).__name__}")
-    options = dict(scaling)
+    _refuse_layers(scaling)
+    # transformers writes options that are not set as None
+    options = {key: value for key, value in scaling.items() if value is not None and key not in _OTHER_KEYS}
     kind = _pop_kind(options)
+    theta = options.pop("rope_theta", None)
+    if theta is not None and _number("scaling.rope_theta", theta, 1.0) == 1:
+        raise ContractError(f"scaling.rope_theta: wanted a number above 1, got {theta}")
+    return _make(kind, options), None if theta is None else float(theta)
+
+
+def _refuse_layers(scaling: Mapping) -> None:
+    """Models whose layers differ have a dictionary of dictionaries."""
+    for key, value in scaling.items():
+        if isinstance(value, Mapping):
+            raise ContractError(f"scaling.{key}: wanted the dictionary of one type of layers, got one of each type")
+
+
+def _make(kind: str, options: dict[str, Any]) -> Scaling | None:
+    """The object that a kind and its options mean."""
     wanted = {field.name: field.default is MISSING for field in fields(_KINDS[kind])} if kind in _KINDS else {}
     for key in options:
         if key not in wanted:
@@ -266,11 +321,14 @@ def parse_scaling(scaling: Any) -> Scaling | None:
 def _pop_kind(options: dict[str, Any]) -> str:
     """Take the kind out of `options`; older model configs call it ``type``, some have both."""
     given = [options.pop(key) for key in ("rope_type", "type") if key in options]
-    known = (*_KINDS, "default")
+    known = (*_KINDS, *_PLAIN)
     for kind in given or [None]:
-        if kind not in known:
+        if isinstance(kind, str) and kind in _UNSERVED:
+            raise UnsupportedError(f"scaling.rope_type: {kind!r} {_UNSERVED[kind]}, which no single table does")
+        if not isinstance(kind, str) or kind not in known:
             raise ContractError(f"scaling.rope_type: wanted one of {', '.join(known)}, got {kind!r}")
-    if len(set(given)) > 1:
+    # transformers writes the type of a multimodal model as "default" beside the older "mrope"
+    if len({"default" if kind in _PLAIN else kind for kind in given}) > 1:
         raise ContractError(f"scaling.type: wanted {given[0]!r} (that of rope_type), got {given[1]!r}")
     return given[0]
 
@@ -281,18 +339,12 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _check_numbers(scaling: Scaling, **at_least: float) -> None:
-    """Refuse a field that is no finite number of at least so much; integers where the limit is an int."""
+    """Refuse a field that is no finite number of at least so much, integers where the limit is an int; others become Python's own numbers."""
     for name, limit in at_least.items():
-        check = _check_int if isinstance(limit, int) else _check_number
-        check(f"scaling.{name}", getattr(scaling, name), limit)
+        checked = integer if isinstance(limit, int) else _number
+        object.__setattr__(scaling, name, checked(f"scaling.{name}", getattr(scaling, name), limit))
 
 
-def _check_number(name: str, value: Any, at_least: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < at_least:
-        raise ContractError(f"{name}: wanted a finite number of {at_least:g} or more, got {value!r}")
-
-
-def _check_int(name: str, value: Any, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ContractError(f"{name}: wanted an int of {at_least} or more, got {value!r}")
+def _number(name: str, value: Any, least: float) -> float:
+    """A number of the host, which has fp64."""
+    return number(name, value, least, sys.float_info.max)

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
+from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
-from cuteforge.rotary.api import RotaryEmbedding, direction
+from cuteforge.rotary.api import RotaryEmbedding, direction, positions_not_wanted
 from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, needs_op
 
@@ -104,15 +104,15 @@ def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 
 
 def run_rotary(
-    sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool, stream: Any = None
+    sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool
 ) -> RotaryEmbedding | None:
-    """Launch on CUDA tensors that nothing follows; `stream` is torch's current one, or None. Returns as `run_op`."""
+    """Launch on CUDA tensors that nothing follows. Returns as `run_op`."""
     x, table = sources[0], angles[0]
     shape = x.shape
     half, index_dtype = (table.shape[-1], angles[2].dtype) if len(angles) > 1 else (table.shape[-2], None)
     key = ("rotary", x.dtype, len(shape), shape[-1], half, interleaved, index_dtype, len(sources), x.get_device())
     try:
-        return run_op(key, _make, (*sources, *angles), _launch, None, (targets, interleaved, inverse, stream))
+        return run_op(key, _make, (*sources, *angles), _launch, None, (targets, interleaved, inverse))
     except ContractError as error:
         if len(sources) == 1:
             raise
@@ -126,18 +126,18 @@ def new_results(sources: Heads) -> Heads:
 
 def _make(*call: Any) -> RotaryEmbedding:
     """The op of a call of `run_op`."""
-    *inputs, targets, interleaved, _, _ = call
+    *inputs, targets, interleaved, _ = call
     positional, keys = class_arguments(tuple(inputs), targets)
     return RotaryEmbedding(*positional, **keys, interleaved=interleaved)
 
 
-def _launch(op: RotaryEmbedding, inputs: tuple, targets: Heads, _: bool, inverse: bool, stream: Any) -> None:
+def _launch(op: RotaryEmbedding, inputs: tuple, targets: Heads, _: bool, inverse: bool) -> None:
     """Launch `op`, whose operands are a source and its target, then the other two, then the angles."""
     if len(targets) == 1:
         operands = (inputs[0], targets[0]) + inputs[1:]
     else:
         operands = (inputs[0], targets[0], inputs[1], targets[1]) + inputs[2:]
-    op._launch(operands, stream, direction(inverse))
+    op._launch(operands, None, direction(inverse))
 
 
 def class_arguments(inputs: tuple, targets: tuple) -> tuple[tuple, dict[str, Any]]:
@@ -158,7 +158,7 @@ def in_terms_of_q(error: ContractError) -> ContractError:
 def check_heads(x: Any, name: str) -> None:
     """What is needed to allocate the result; the op checks everything else."""
     if not isinstance(x, _Tensor) or x.dim() not in (3, 4):
-        got = f"shape {tuple(x.shape)}" if isinstance(x, _Tensor) else type(x).__name__
+        got = f"shape {tuple(x.shape)}" if isinstance(x, _Tensor) else kind_of(x)
         raise ContractError(f"{name}: wanted a tensor of shape (T, H, D) or (B, L, H, D), got {got}")
 
 
@@ -171,11 +171,13 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
     for tensor in angles:
         if not isinstance(tensor, _Tensor):
             name = next(n for n, t in zip(_ANGLE_NAMES[len(angles)], angles) if t is tensor)
-            raise ContractError(f"{name}: wanted a tensor, got {type(tensor).__name__}")
+            raise ContractError(f"{name}: wanted a tensor, got {kind_of(tensor)}")
     if freqs_cis is None:
+        if cos.dim() != 2:
+            raise ContractError(f"cos: wanted shape (max_pos, rotary_dim/2), got {tuple(cos.shape)}")
         return angles
     if positions is not None:
-        raise ContractError("positions: wanted None with freqs_cis, which has a row for each token, got a tensor")
+        raise positions_not_wanted(positions)
     if freqs_cis.dim() < 2:
         raise ContractError(f"freqs_cis: wanted shape (T, rotary_dim/2, 2), got {tuple(freqs_cis.shape)}")
     return angles
@@ -188,7 +190,8 @@ def _rotate(tensors: tuple, interleaved: bool, inverse: bool, stream: Any) -> He
         tensors: x, or q and k; as many targets; freqs_cis, cos, sin and positions. None for what was not given.
     """
     known_as = None
-    if stream is None:
+    # a number is no flag, though it may be equal to one
+    if stream is None and type(interleaved) is bool and type(inverse) is bool:
         known_as = _key_of(len(tensors), interleaved, inverse)
         results = known_calls.serve(known_as, tensors)
         if results is not None:
@@ -198,18 +201,16 @@ def _rotate(tensors: tuple, interleaved: bool, inverse: bool, stream: Any) -> He
     for x, name in zip(sources, SOURCE_NAMES[count]):
         check_heads(x, name)
     angles = angles_of(*table)
-    with asked_stream(stream, sources[0].device):
+    interleaved, inverse = flag("interleaved", interleaved), flag("inverse", inverse)
+    with asked_stream(stream, *tensors):
         if any(target is not None for target in targets):
             targets = tuple(map(_given_or_new, targets, sources))
         else:
             targets = ()
         if needs_op(*sources, *targets, *angles):
-            return _rotate_by_op(sources, targets, angles, (bool(interleaved), bool(inverse)), stream)
+            return _rotate_by_op(sources, targets, angles, (interleaved, inverse))
         results = targets or new_results(sources)
-        op = run_rotary(sources, results, angles, interleaved, inverse, stream)
-        if targets:
-            # As torch's own ops do: a graph that saved such a tensor before refuses to use it.
-            increment_version(targets)
+        op = run_rotary(sources, results, angles, interleaved, inverse)
         if op is not None:
             known_calls.keep(known_as, tensors, _call_of, op, tensors, results, inverse)
         return results
@@ -239,7 +240,7 @@ def _call_of(op: RotaryEmbedding, tensors: tuple, results: Heads, inverse: bool)
     return known_calls.Call(op, given, allocated, results[0].device, direction(inverse), **facts)
 
 
-def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple, stream: Any) -> Heads:
+def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple) -> Heads:
     """As `_rotate`, seen by what follows the call."""
     count = len(sources)
     target_names = _TARGET_NAMES[count] if targets else ()
@@ -247,11 +248,11 @@ def _rotate_by_op(sources: Heads, targets: Heads, angles: Angles, config: tuple,
     operands = dict(zip(names, (*sources, *targets, *angles)))
     arguments = (*sources, *_op_angles(angles), *config)
     if targets and all(target is x for target, x in zip(targets, sources)):
-        call_op(f"{_OPS[count]}_", operands, arguments, stream)
+        call_op(f"{_OPS[count]}_", operands, arguments)
         return targets
     for name, target, x in zip(target_names, targets, sources):
         _check_target(name, target, x)
-    results = call_op(_OPS[count], operands, arguments, stream)
+    results = call_op(_OPS[count], operands, arguments)
     results = results if count > 1 else (results,)
     return tuple(target.copy_(result) for target, result in zip(targets, results)) if targets else results
 

@@ -10,11 +10,11 @@ off with the number of distinct binaries.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuteforge.errors import ContractError
-from cuteforge.runtime import cutlass_compat, env, streams
-from cuteforge.runtime.disk_cache import DiskCache, file_sha256, open_disk_cache, read_source_digest, source_digest
+from cuteforge.runtime import cutlass_compat, env, scratch, streams
+from cuteforge.runtime.disk_cache import LayeredCache, open_disk_cache, read_source_digest, sha256, source_digest
 from cuteforge.runtime.garbage import only_new_garbage
 
 logger = logging.getLogger("cuteforge.runtime")
@@ -101,12 +101,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the start of the process or the last `clear`, and the number of kernels in memory."""
+    """Counters since the start of the process or the last `clear`, and the number of kernels in memory.
+
+    `not_stored` says, for each kernel compiled that the disk cache in use does not hold, why not.
+    """
 
     hits: int
     disk_hits: int
     compiles: int
     size: int
+    not_stored: tuple[str, ...] = ()
+
+
+class _Abandoned(Exception):
+    """The thread that was building was interrupted; another one has to build."""
 
 
 class _MemoryCache:
@@ -126,21 +134,25 @@ class _MemoryCache:
 
     def reset_counts(self) -> None:
         self._counts = {"memory": 0, "disk": 0, "compiled": 0}
+        self._not_stored: list[str] = []
 
     def get(self, key: KernelKey, build: Callable[[KernelKey, Identity], Kernel]) -> Kernel:
         """The kernel of `key`; `build` makes it if it is not in memory, in one of the threads that ask for it."""
         identity, bound = key.identity, env.cache_size()
-        with self._lock:
-            kernel = self._kernels.get(identity)
-            if kernel is not None:
-                self._kernels.move_to_end(identity)
-                self._counts["memory"] += 1
-                return replace(kernel, origin="memory")
-            future = self._in_flight.get(identity)
-            mine = future is None
-            if mine:
-                future = self._in_flight[identity] = Future()
-        return self._build(key, build, bound, future) if mine else replace(future.result(), origin="memory")
+        while True:
+            with self._lock:
+                kernel = self._kernels.get(identity)
+                if kernel is not None:
+                    self._kernels.move_to_end(identity)
+                    self._counts["memory"] += 1
+                    return replace(kernel, origin="memory")
+                future = self._in_flight.get(identity)
+                if future is None:
+                    mine = self._in_flight[identity] = Future()
+                    break
+            with contextlib.suppress(_Abandoned):
+                return replace(future.result(), origin="memory")
+        return self._build(key, build, bound, mine)
 
     def _build(self, key: KernelKey, build: Callable, bound: int, future: Future[Kernel]) -> Kernel:
         identity = key.identity
@@ -149,7 +161,8 @@ class _MemoryCache:
         except BaseException as error:
             with self._lock:
                 self._in_flight.pop(identity, None)
-            future.set_exception(error)
+            # An interrupt, or an exit, is for this thread alone.
+            future.set_exception(error if isinstance(error, Exception) else _Abandoned())
             raise
         with self._lock:
             self._in_flight.pop(identity, None)
@@ -160,10 +173,15 @@ class _MemoryCache:
         future.set_result(kernel)
         return kernel
 
+    def note_not_stored(self, reason: str) -> None:
+        with self._lock:
+            self._not_stored.append(reason)
+
     def stats(self) -> CacheStats:
         with self._lock:
             counts = self._counts
-            return CacheStats(counts["memory"], counts["disk"], counts["compiled"], len(self._kernels))
+            size, not_stored = len(self._kernels), tuple(self._not_stored)
+            return CacheStats(counts["memory"], counts["disk"], counts["compiled"], size, not_stored)
 
     def clear(self) -> None:
         with self._lock:
@@ -172,8 +190,8 @@ class _MemoryCache:
 
 
 _cache = _MemoryCache()
-# Entries by sha256 of the file they came from, for the life of the process.
-_loaded: dict[str, Callable[..., None]] = {}
+# Entries by sha256 of the file they came from, and symbol, for the life of the process.
+_loaded: dict[tuple[str, str], Callable[..., None]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_cache.reset_locks)
 
@@ -205,7 +223,7 @@ def clear() -> None:
 def _load_or_compile(key: KernelKey, identity: Identity) -> Kernel:
     facts = _facts(identity)
     disk = open_disk_cache()
-    entry = _load_stored(disk, facts)
+    entry, _ = _load_stored(disk, facts)
     if entry is None and streams.is_capturing():
         raise RuntimeError(
             f"{key.builder}: would have to be compiled for {key.traits} while a CUDA graph is being captured; "
@@ -216,10 +234,14 @@ def _load_or_compile(key: KernelKey, identity: Identity) -> Kernel:
         return Kernel(key, entry, "disk")
     with disk.lock(facts) if disk else contextlib.nullcontext():
         # Another process may have stored it while this one waited for the lock.
-        entry = _load_stored(disk, facts)
+        entry, failed = _load_stored(disk, facts)
         if entry is not None:
             return Kernel(key, entry, "disk")
-        return Kernel(key, _compile_and_load(key, facts, disk), "compiled")
+        symbol, contents = _compile(key, disk)
+        kernel = Kernel(key, _load_contents(contents, symbol), "compiled")
+        if disk:
+            _store(disk, facts, symbol, contents, replace=failed)
+        return kernel
 
 
 def _facts(identity: Identity) -> dict[str, Any]:
@@ -239,75 +261,121 @@ def _packages(builder: str) -> set[str]:
     return {"cuteforge", builder.partition(":")[0].partition(".")[0]}
 
 
-def _load_stored(disk: DiskCache | None, facts: dict[str, Any]) -> Callable[..., None] | None:
-    stored = disk.find(facts) if disk else None
-    if stored is None:
-        return None
-    try:
-        return _load_files({stored.path / name: sha256 for name, sha256 in stored.files.items()}, stored.symbol)
-    except Exception as error:
-        logger.warning("%s: stored kernel does not load, compiling it again: %s", stored.path, error)
-        return None
+def is_stale(key: Mapping[str, Any]) -> bool:
+    """Whether the key of an entry on disk is of other sources or of another toolchain than those here.
 
+    Sources of packages that are not here are not held against it.
 
-def _load_files(files: Mapping[Path, str], symbol: str) -> Callable[..., None]:
-    """The entry of the linked library, else of the object file: a directory mounted noexec allows only the latter.
-
-    `files` maps each path to its sha256.
+    Raises:
+        UnsupportedError: there is no toolchain here.
     """
-    shared_first = sorted(files, key=lambda path: path.suffix != ".so")
-    for path in shared_first[:-1]:
+    if key.get("toolchain") != cutlass_compat.toolchain_fingerprint():
+        return True
+    sources = key.get("sources")
+    return not isinstance(sources, dict) or any(_differs(package, digest) for package, digest in sources.items())
+
+
+def _differs(package: str, digest: str) -> bool:
+    try:
+        return source_digest(package) != digest
+    except (ImportError, ValueError):
+        return False
+
+
+def _load_stored(disk: LayeredCache | None, facts: dict[str, Any]) -> tuple[Callable[..., None] | None, bool]:
+    """The kernel from disk; and whether there is an entry that does not load, although it is what was written."""
+    failed = False
+    for stored in disk.entries(facts) if disk else ():
         try:
-            return _load_file(path, files[path], symbol)
+            return _load_contents(stored.contents, stored.symbol), failed
         except Exception as error:
-            logger.debug("%s does not load: %s", path, error)
-    return _load_file(shared_first[-1], files[shared_first[-1]], symbol)
+            failed = True
+            logger.warning("%s: stored kernel does not load, compiling it again: %s", stored.path, error)
+    return None, failed
 
 
-def _load_file(path: Path, sha256: str, symbol: str) -> Callable[..., None]:
-    if sha256 not in _loaded:
-        load = cutlass_compat.load_shared if path.suffix == ".so" else cutlass_compat.load_object
-        _loaded[sha256] = load(path, symbol)
-    return _loaded[sha256]
+def _load_contents(contents: Mapping[str, bytes], symbol: str) -> Callable[..., None]:
+    """The entry of the linked library, else of the object file, which needs no linker and may be mapped anywhere.
+
+    `contents` maps file names to bytes. Those very bytes are loaded, whatever becomes of files on disk meanwhile.
+    """
+    library_first = sorted(contents.items(), key=lambda item: not item[0].endswith(".so"))
+    for name, content in library_first[:-1]:
+        try:
+            return _load_content(name, content, symbol)
+        except Exception as error:
+            logger.debug("%s does not load: %s", name, error)
+    return _load_content(*library_first[-1], symbol)
 
 
-def _compile_and_load(key: KernelKey, facts: dict[str, Any], disk: DiskCache | None) -> Callable[..., None]:
+def _load_content(name: str, content: bytes, symbol: str) -> Callable[..., None]:
+    loaded = (sha256(content), symbol)
+    if loaded not in _loaded:
+        suffix = Path(name).suffix
+        load = cutlass_compat.load_shared if suffix == ".so" else cutlass_compat.load_object
+        with scratch.path_of(content, suffix) as path:
+            _loaded[loaded] = load(path, symbol)
+    return _loaded[loaded]
+
+
+def _compile(key: KernelKey, disk: LayeredCache | None) -> tuple[str, dict[str, bytes]]:
+    """Compile `key`; returns the name of its entry and the files, name -> bytes: the object, and linked where possible."""
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="cuteforge-") as directory:
-        obj = Path(directory) / "kernel.o"
-        symbol = _compile_object(key, obj)
-        shared = cutlass_compat.link_shared(obj, obj.with_suffix(".so"))
-        files = [shared, obj] if shared else [obj]
-        seconds = time.perf_counter() - started
-        logger.debug("%s compiled in %.2f s for %s %s", key.builder, seconds, key.arch, key.traits)
-        if disk and _sources_unchanged(facts):
-            disk.store(facts, symbol, files)
-            entry = _load_stored(disk, facts)
-            if entry is not None:
-                return entry
-        # Both loaders are done with the files when they return.
-        return _load_files({file: file_sha256(file) for file in files}, symbol)
+    symbol, obj = _compile_object(key)
+    shared = _link(obj, disk)
+    seconds = time.perf_counter() - started
+    logger.debug("%s compiled in %.2f s for %s %s", key.builder, seconds, key.arch, key.traits)
+    return symbol, {"kernel.so": shared, "kernel.o": obj} if shared else {"kernel.o": obj}
 
 
-def _compile_object(key: KernelKey, obj: Path) -> str:
-    """Compile `key` into the object file `obj`; returns the name of its entry."""
+def _link(obj: bytes, disk: LayeredCache | None) -> bytes | None:
+    """The object as a shared library; None where no linker can. It works beside the cache, else where TMPDIR says."""
+    scratch.remove_leftovers()
+    for place in ([disk.own.root] if disk and disk.own.is_writable else []) + [None]:
+        with contextlib.suppress(OSError), scratch.work_directory(place) as directory:
+            path = directory / "kernel.o"
+            path.write_bytes(obj)
+            shared = cutlass_compat.link_shared(path, path.with_suffix(".so"))
+            if shared is not None:
+                return shared.read_bytes()
+    logger.info("no linker, or no room for its work: this kernel loads with the DSL, which takes seconds")
+    return None
+
+
+def _store(
+    disk: LayeredCache, facts: dict[str, Any], symbol: str, contents: Mapping[str, bytes], *, replace: bool
+) -> None:
+    if _sources_unchanged(facts):
+        reason = disk.store(facts, symbol, contents, replace=replace)
+    else:
+        reason = "sources changed since this process read them"
+    if reason:
+        _cache.note_not_stored(reason)
+
+
+def _compile_object(key: KernelKey) -> tuple[str, bytes]:
+    """Compile `key`; returns the name of its entry and the object file."""
     module, _, function = key.builder.partition(":")
     with _cache.compile_lock, only_new_garbage():
+        cutlass_compat.require_compiler()
         build = getattr(importlib.import_module(module), function)(key.traits)
         symbol = build.name
         if not (isinstance(symbol, str) and symbol.isidentifier()):
             raise ContractError(f"name: wanted a C identifier, got {symbol!r} from {key.builder}")
         compiled = cutlass_compat.compile_host(build.host, build.args, arch=key.arch, options=build.options)
-        cutlass_compat.export_object(compiled, obj, symbol)
+        obj = scratch.written_by(functools.partial(cutlass_compat.export_object, compiled, symbol=symbol))
         # The compiled object holds its whole MLIR module, 2 MB, in reference cycles.
         del compiled, build
         gc.collect()
-    return symbol
+    return symbol, obj
 
 
 def _sources_unchanged(facts: dict[str, Any]) -> bool:
     """Whether the files compiled are still those of the key: code edited meanwhile must not be stored under it."""
-    unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+    try:
+        unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+    except (OSError, ImportError):  # uninstalled meanwhile
+        unchanged = False
     if not unchanged:
         logger.info("sources changed since this process read them: %s is not stored", facts["builder"])
     return unchanged

@@ -31,6 +31,7 @@ SPILLS_ARE_ERRORS = "--ptxas-options '--warn-on-spills -Werror'"
 
 _IR_MODULE = "cutlass._mlir._mlir_libs._cutlass_ir"
 _IR_FILE = re.compile(r"_cutlass_ir\.cu(\d+)\..*\.so")
+_PATH_FILE = "nvidia_cutlass_dsl_packages.pth"
 _RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
 # Variables of the DSL that say where to look, what to keep or what to print. Any other one may change the code.
 _HARMLESS_DSL_VARIABLES = frozenset(
@@ -134,21 +135,40 @@ def toolchain_fingerprint() -> dict[str, str]:
     }
 
 
+def require_compiler() -> Any:
+    """The module `cutlass.cute`.
+
+    Raises:
+        UnsupportedError: it does not import; says why, and what to do if only its path file was not read.
+    """
+    try:
+        from cutlass import cute
+    except ImportError as error:
+        packages = _dsl_root() / "dsl_packages"
+        remedy = ""
+        if error.name == "cutlass" and packages.is_dir():
+            remedy = (
+                f"; nvidia-cutlass-dsl is here, but {_PATH_FILE} was not read, as after `pip install --target`: "
+                f"install into a virtual environment, or add {packages} to PYTHONPATH"
+            )
+        raise UnsupportedError(f"cutlass: the compiler does not import: {error}{remedy}") from error
+    return cute
+
+
 def compile_host(host: Callable, args: Sequence[Any], *, arch: str, options: str = "") -> Any:
     """Compile a `@cute.jit` host function for `arch`. Not thread-safe: the caller holds the process's compile lock."""
-    from cutlass import cute
-
-    return cute.compile(host, *args, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip())
+    return require_compiler().compile(host, *args, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip())
 
 
 def export_object(compiled: Any, path: Path, symbol: str) -> None:
     """Write what `compile_host` returned as an object file with the one visible function `symbol`."""
-    # The suffix chooses the format.
-    assert path.suffix == ".o"
+    # The suffix chooses the format; without one it is an object file too.
+    assert path.suffix in (".o", "")
     compiled.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
 
 
-def _runtime_library() -> Path:
+def runtime_library() -> Path:
+    """The DSL's run-time library, which every loaded kernel needs. It may be missing."""
     return _dsl_root() / f"cu{cuda_flavour()}" / "lib" / _RUNTIME_LIBRARY
 
 
@@ -169,9 +189,11 @@ def link_shared(obj: Path, shared: Path) -> Path | None:
     # -nostdlib: the object needs neither libc nor start files, which a machine without C headers may lack.
     # -z now: a missing symbol is an error at load, not an abort at the first launch.
     command = [linker, "-shared", "-nostdlib", "-Wl,-z,now", "-o", str(shared), str(obj)]
-    command += [str(_runtime_library()), _tvm_ffi_library()]
+    command += [str(runtime_library()), _tvm_ffi_library()]
+    # Its temporary files go where there is room for its result.
+    env = {**os.environ, "TMPDIR": str(shared.parent)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LINK_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LINK_TIMEOUT_S, env=env)
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no shared object: %s", error)
         return None
@@ -184,22 +206,25 @@ def link_shared(obj: Path, shared: Path) -> Path | None:
 @functools.cache
 def _preload_runtime() -> ctypes.CDLL:
     """Load the DSL's run-time library, global: a linked kernel names it by soname only."""
-    return ctypes.CDLL(str(_runtime_library()), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
 
 
-def load_shared(path: Path, symbol: str) -> Any:
-    """The function `symbol` of a library made by `link_shared`, without importing cutlass. It is never unloaded."""
+def load_shared(path: str | Path, symbol: str) -> Any:
+    """The function `symbol` of a library made by `link_shared`, without importing cutlass. It is never unloaded.
+
+    The name of its file does not matter, which TVM-FFI's own loader chooses a format by.
+    """
     import tvm_ffi
 
     _preload_runtime()
-    return tvm_ffi.load_module(path).get_function(symbol)
+    library = ctypes.CDLL(os.fspath(path))
+    address = ctypes.cast(library["__tvm_ffi_" + symbol], ctypes.c_void_p).value
+    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
 
 
-def load_object(path: Path, symbol: str) -> Any:
+def load_object(path: str | Path, symbol: str) -> Any:
     """The function `symbol` of an object file made by `export_object`. Imports cutlass, and only reads the file."""
-    from cutlass import cute
-
-    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)
+    return getattr(require_compiler().runtime.load_module(os.fspath(path), enable_tvm_ffi=True), symbol)
 
 
 def cubin_of(compiled: Any) -> bytes:

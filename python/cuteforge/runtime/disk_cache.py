@@ -1,15 +1,16 @@
-"""Compiled kernels on disk, for every process of one user.
+"""Compiled kernels on disk, for every process of one user, and for other users to read.
 
 One directory holds one entry a kernel: a directory named by the sha256 of everything that decided the machine code,
 with the object file, the shared library where a linker was found, and `entry.json` (key, symbol, digests). An entry is
-written aside and renamed into place, so a reader sees all of it or nothing; it is checked before each load, and one
-that is damaged counts as absent. Native code is loaded from here, so nothing that another user could have written is
-used.
+written aside and renamed into place, so a reader sees all of it or nothing. It is read once, checked, and the bytes
+that were checked are what is loaded. One that is damaged counts as absent. Native code is loaded from here, so nothing
+that another user could have written is used; root's files are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -17,15 +18,13 @@ import json
 import logging
 import os
 import shutil
-import stat
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuteforge.runtime import env
+from cuteforge.runtime import env, ownership, scratch
 
 try:
     import fcntl
@@ -34,21 +33,18 @@ except ImportError:  # Not on Windows; every step is correct without the lock, w
 
 logger = logging.getLogger("cuteforge.runtime")
 
-MAX_BYTES = 2 * 1024**3
-"""Entries used longest ago are removed beyond this size."""
-
 _MANIFEST = "entry.json"
 _LOCK_TIMEOUT_S = 120
 _LOCK_POLL_S = 0.02
-_ASIDE_PREFIX = ".new-"
-_ASIDE_MAX_AGE_S = 3600
 
 
 def default_root() -> Path:
-    """CUTEFORGE_CACHE_DIR, else `cuteforge` in $XDG_CACHE_HOME, else ~/.cache/cuteforge."""
-    named = env.cache_dir()
-    if named is not None:
-        return named
+    """CUTEFORGE_CACHE_DIR, else that of `personal_root`."""
+    return env.cache_dir() or personal_root()
+
+
+def personal_root() -> Path:
+    """This user's own: `cuteforge` in $XDG_CACHE_HOME, else ~/.cache/cuteforge."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "cuteforge"
 
@@ -89,6 +85,7 @@ class Entry:
         files: file name -> sha256, in the order they were given.
         size_bytes: of its files.
         used_at: time of the last load, seconds since the epoch.
+        contents: file name -> its bytes, of which `files` has the digests; empty in a listing, which reads no file.
     """
 
     path: Path
@@ -97,6 +94,7 @@ class Entry:
     files: Mapping[str, str]
     size_bytes: int
     used_at: float
+    contents: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def builder(self) -> str:
@@ -108,28 +106,19 @@ class Entry:
         """The architecture that it was compiled for."""
         return str(self.key.get("arch", "unknown"))
 
-    def intact(self) -> bool:
-        """Whether every file is present, private and has the recorded digest."""
-        try:
-            paths = {self.path / name: digest for name, digest in self.files.items()}
-            return all(_is_private(path.lstat()) and file_sha256(path) == digest for path, digest in paths.items())
-        except OSError:
-            return False
 
-
-def file_sha256(path: Path) -> str:
-    """sha256 of the bytes of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Owned by this user and writable by nobody else."""
-    owned = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-    return owned and (os.name == "nt" or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+def sha256(content: bytes) -> str:
+    """Its digest, as entries record it."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _canonical(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True, separators=(",", ":"))
+
+
+def _name_of(key: Mapping[str, Any]) -> str:
+    """Name of the directory of its entry."""
+    return sha256(_canonical(key).encode())
 
 
 _warned: set[str] = set()
@@ -141,62 +130,81 @@ def _warn_once(topic: str, text: str) -> None:
         logger.warning("%s: %s", topic, text)
 
 
-def _prepare_root(root: Path | None) -> Path | None:
-    """The real path of a private `root`, created if missing; None, after one warning, where there is none."""
-    topic = f"disk cache {root or 'directory'} not used, kernels are kept in memory only"
-    try:
-        root = root or default_root()
-        if not root.exists():
-            root.parent.mkdir(parents=True, exist_ok=True)
-            root.mkdir(mode=0o700, exist_ok=True)
-        real = root.resolve(strict=True)
-        status = real.stat()
-        if not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(f"{real} is not a directory")
-    except (OSError, RuntimeError) as error:
-        _warn_once(topic, str(error))
-        return None
-    if not _is_private(status):
-        found = f"got owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
-        _warn_once(topic, f"{real}: wanted a directory of this user that nobody else can write, {found}")
-        return None
+def _prepare_root(root: Path) -> Path:
+    """The real path of `root`, created private if missing.
+
+    Raises:
+        OSError: it cannot be used, or another user could write it; the text says why and what to do.
+    """
+    if not root.exists():
+        _make_directories(root)
+    real = root.resolve(strict=True)
+    if not real.is_dir():
+        raise NotADirectoryError(f"{real} is not a directory")
+    ownership.check_directory(real)
+    if not os.access(real, os.R_OK | os.X_OK):
+        raise PermissionError(f"{real} cannot be read by this user; run `chmod -R a+rX {real}` as its owner")
     return real
 
 
-class DiskCache:
-    """The cache directory `root` (None: the default one). Unusable directories warn once and hold nothing."""
+def _make_directories(root: Path) -> None:
+    """`root` for this user only; those above it as the umask says, but for nobody else to write."""
+    missing = [path for path in root.parents if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o755, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = _prepare_root(root)
+
+class DiskCache:
+    """The cache directory `root` (None: the default one). Unusable directories warn once and hold nothing.
+
+    Attributes:
+        root: real path of the directory; None where it cannot be used.
+        is_writable: whether this user may store entries. Those of root may be for others to read only.
+        max_bytes: CUTEFORGE_DISK_CACHE_SIZE.
+        problem: why it cannot be used, or why the last `store` failed; None without one.
+    """
+
+    def __init__(self, root: Path | None = None, *, quiet: bool = False) -> None:
+        self.root: Path | None = None
+        self.problem: str | None = None
+        try:
+            root = root or default_root()
+            self.root = _prepare_root(root)
+        except (OSError, RuntimeError) as error:
+            self.problem = str(error)
+            if not quiet:
+                _warn_once(f"disk cache {root or 'directory'} not used, kernels are kept in memory only", self.problem)
+        self.max_bytes = env.disk_cache_size()
+        self.is_writable = self.root is not None and os.access(self.root, os.W_OK)
 
     def find(self, key: Mapping[str, Any]) -> Entry | None:
-        """The entry of `key` if it is there, private and intact."""
+        """The entry of `key`, with its contents, if it is there, trusted and intact."""
         if self.root is None:
             return None
-        entry = _read_entry(self._path(key))
-        if entry is None or _canonical(entry.key) != _canonical(key) or not entry.intact():
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(entry.path)
+        entry = _read_entry(self._path(key), with_contents=True)
+        if entry is not None:
+            with contextlib.suppress(OSError):
+                os.utime(entry.path)
         return entry
 
-    def store(self, key: Mapping[str, Any], symbol: str, files: Sequence[Path]) -> Entry | None:
-        """Copy `files` in as the entry of `key`; a sound one already there is kept.
+    def store(
+        self, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes], *, replace: bool = False
+    ) -> Entry | None:
+        """Write `contents`, file name -> bytes, as the entry of `key`; a sound one already there stays without `replace`.
 
-        None, after one warning, where that fails.
+        None, after one warning, where that fails; `problem` then says why.
         """
         if self.root is None:
             return None
         try:
-            aside = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=self.root))
-            try:
-                _write_entry(aside, key, symbol, files)
-                self._commit(aside, self._path(key))
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-            self._prune()
+            with scratch.work_directory(self.root) as aside:
+                self._write_entry(aside, key, symbol, contents)
+                self._commit(aside, self._path(key), replace)
+            self._prune(keep=self._path(key))
         except OSError as error:
-            _warn_once(f"compiled kernels are not stored in {self.root}", str(error))
+            self.problem = str(error)
+            _warn_once(f"compiled kernels are not stored in {self.root}", self.problem)
             return None
         return self.find(key)
 
@@ -231,11 +239,8 @@ class DiskCache:
         return len(paths) - len(self.remove(paths))
 
     def remove(self, paths: Iterable[Path]) -> list[Path]:
-        """Remove entries by their directories, of `paths`, `verify` or `ls`; returns those that are still there."""
-        paths = list(paths)
-        for path in paths:
-            shutil.rmtree(path, ignore_errors=True)
-        return [path for path in paths if path.exists()]
+        """Remove entries by their directories, of `paths`, `verify` or `ls`; returns those that could not be."""
+        return [path for path in paths if not self._discard(path)]
 
     def paths(self) -> list[Path]:
         """Directories of all entries, damaged ones too."""
@@ -245,32 +250,58 @@ class DiskCache:
             return [Path(item.path) for item in found if len(item.name) == 64 and item.is_dir(follow_symlinks=False)]
 
     def _path(self, key: Mapping[str, Any]) -> Path:
-        return self.root / hashlib.sha256(_canonical(key).encode()).hexdigest()
+        return self.root / _name_of(key)
 
-    def _commit(self, aside: Path, target: Path) -> None:
-        """Rename `aside` to `target`; keeps a sound entry there, which another process has just stored."""
+    def _write_entry(self, directory: Path, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes]) -> None:
+        """Files first and the manifest last, so a copy of a half-written entry is never taken for a whole one.
+
+        Those who may read the cache directory may read the entry.
+        """
+        readers = self.root.stat().st_mode & 0o055
+        manifest = {"key": key, "symbol": symbol, "files": {name: sha256(data) for name, data in contents.items()}}
+        files = {**contents, _MANIFEST: json.dumps(manifest, indent=1).encode()}
+        for name, data in files.items():
+            path = directory / name
+            path.write_bytes(data)
+            path.chmod(0o600 | readers & 0o044)
+        directory.chmod(0o700 | readers)
+
+    def _commit(self, aside: Path, target: Path, replace: bool) -> None:
+        """Rename `aside` to `target`; without `replace` a sound entry stays, which another process has just stored."""
         for _ in range(10):
             try:
                 os.rename(aside, target)
                 return
-            except OSError:
-                if not os.path.lexists(target):
+            except OSError as error:
+                # A file or a full directory is in the way, or was until a moment ago.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-            if _is_sound(target):
+            if not replace and _is_sound(target):
                 return
-            retired = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=self.root))
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(target, retired / "damaged")
-            shutil.rmtree(retired, ignore_errors=True)
+            self._discard(target)
         raise FileExistsError(f"{target} is being replaced by others all the time")
+
+    def _discard(self, path: Path) -> bool:
+        """Remove an entry as a whole: renamed first, so that nobody meets half of it. False if it is still there."""
+        try:
+            # `work_directory` removes what was moved into it.
+            with scratch.work_directory(self.root) as retired:
+                os.rename(path, retired / "entry")
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # No room for the new directory, perhaps; or all of this is for others to write.
+            shutil.rmtree(path, ignore_errors=True)
+            return not os.path.lexists(path)
+        return True
 
     def _acquire(self, key: Mapping[str, Any]) -> int | None:
         if self.root is None or fcntl is None:
             return None
         # 256 lock files shared by all keys: they are never removed, which could not be done without a race.
-        path = self.root / f".lock-{self._path(key).name[:2]}"
+        path = self.root / f".lock-{_name_of(key)[:2]}"
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError:
             return None
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
@@ -287,27 +318,74 @@ class DiskCache:
             os.close(handle)
             return None
 
-    def _prune(self) -> None:
-        """Remove the entries used longest ago beyond MAX_BYTES, and what crashed processes left aside.
+    def _prune(self, keep: Path) -> None:
+        """Remove the entries used longest ago beyond CUTEFORGE_DISK_CACHE_SIZE, and what killed processes left aside.
 
-        Looks at file sizes and times only: full, the cache holds some 20 000 entries.
+        Looks at file sizes and times only: full, the cache holds some 20 000 entries. `keep` stays in any case.
         """
         sizes = {path: _size_bytes(path) for path in self.paths()}
-        excess = sum(sizes.values()) - MAX_BYTES
-        if excess > 0:
-            for path in sorted(sizes, key=_modified_at):
-                shutil.rmtree(path, ignore_errors=True)
-                excess -= sizes[path]
-                if excess <= 0:
-                    break
-        for path in self.root.glob(_ASIDE_PREFIX + "*"):
-            if time.time() - _modified_at(path) > _ASIDE_MAX_AGE_S:
+        excess = sum(sizes.values()) - self.max_bytes
+        for path in sorted(sizes.keys() - {keep}, key=_modified_at):
+            if excess <= 0:
+                break
+            self._discard(path)
+            excess -= sizes[path]
+        for path in self.root.glob(scratch.PREFIX + "*"):
+            if time.time() - _modified_at(path) > scratch.LEFTOVER_AGE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def open_disk_cache() -> DiskCache | None:
+class LayeredCache:
+    """The cache that the environment names; beside one that this user may only read, the user's own for new kernels."""
+
+    def __init__(self, named: DiskCache) -> None:
+        self.named = named
+
+    @functools.cached_property
+    def own(self) -> DiskCache:
+        """Where new kernels go."""
+        if self.named.root is None or self.named.is_writable:
+            return self.named
+        try:
+            return DiskCache(personal_root(), quiet=True)
+        except RuntimeError:  # no home directory
+            return self.named
+
+    def entries(self, key: Mapping[str, Any]) -> Iterator[Entry]:
+        """The intact entries of `key`, of the named directory first."""
+        entry = self.named.find(key)
+        if entry is not None:
+            yield entry
+        entry = self.own.find(key) if self.own.root != self.named.root else None
+        if entry is not None:
+            yield entry
+
+    def lock(self, key: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """`DiskCache.lock` where new kernels go."""
+        return self.own.lock(key)
+
+    def store(
+        self, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes], *, replace: bool = False
+    ) -> str | None:
+        """`DiskCache.store` where new kernels go; says why the named directory does not hold the entry now, if it does not."""
+        if self.named.root is None or self.named.is_writable:
+            return None if self.named.store(key, symbol, contents, replace=replace) else self.named.problem
+        if self.own.is_writable:
+            self.own.store(key, symbol, contents, replace=replace)
+        topic = f"disk cache {self.named.root} is read-only for this user"
+        _warn_once(topic, self.place_of_new())
+        return f"{topic}: {self.place_of_new()}"
+
+    def place_of_new(self) -> str:
+        """Where new kernels go, as a sentence."""
+        if self.own.is_writable:
+            return f"new kernels go to {self.own.root}"
+        return f"new kernels are kept in memory only ({self.own.problem or f'{self.own.root} is read-only too'})"
+
+
+def open_disk_cache() -> LayeredCache | None:
     """The cache that the environment names now; None with CUTEFORGE_DISK_CACHE=0."""
-    return DiskCache() if env.disk_cache() else None
+    return LayeredCache(DiskCache()) if env.disk_cache() else None
 
 
 def _modified_at(path: Path) -> float:
@@ -326,40 +404,29 @@ def _size_bytes(directory: Path) -> int:
         return 0
 
 
-def _write_entry(directory: Path, key: Mapping[str, Any], symbol: str, files: Sequence[Path]) -> None:
-    """Files first and the manifest last, so a copy of a half-written entry is never taken for a whole one."""
-    digests = {}
-    for file in files:
-        copy = directory / file.name
-        shutil.copyfile(file, copy)
-        copy.chmod(0o600)
-        digests[file.name] = file_sha256(copy)
-    manifest = {"key": key, "symbol": symbol, "files": digests}
-    partial = directory / (_MANIFEST + ".partial")
-    partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    partial.chmod(0o600)
-    partial.replace(directory / _MANIFEST)
+def _read_entry(directory: Path, *, with_contents: bool = False) -> Entry | None:
+    """What `directory` holds; None unless it is a trusted, readable entry of the right form and name.
 
-
-def _read_entry(directory: Path) -> Entry | None:
-    """What `directory` says it holds; None if it is not a private, readable entry of the right form."""
+    With its contents, every file is one that nobody else can write and has the recorded digest.
+    """
     try:
-        status = directory.lstat()
-        if not (_is_private(status) and _is_private((directory / _MANIFEST).lstat())):
-            return None
-        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-        key, symbol, files = manifest["key"], manifest["symbol"], manifest["files"]
-        if not (isinstance(key, dict) and isinstance(symbol, str) and isinstance(files, dict) and files):
-            return None
-        if any(os.path.basename(name) != name for name in files):
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
+        with ownership.open_directory(directory) as handle:
+            manifest = json.loads(ownership.read_file(_MANIFEST, handle))
+            key, symbol, files = manifest["key"], manifest["symbol"], manifest["files"]
+            if not (isinstance(key, dict) and _name_of(key) == directory.name and symbol.isidentifier() and files):
+                return None
+            if any(os.path.basename(name) != name for name in files):
+                return None
+            contents = {name: ownership.read_file(name, handle) for name in files} if with_contents else {}
+            if any(sha256(content) != files[name] for name, content in contents.items()):
+                return None
+            used_at = os.fstat(handle).st_mtime
+    # Whatever is wrong with it makes it a damaged entry, which is built again. Not only what open and json promise:
+    # deep nesting is a RecursionError, a NUL in a name a ValueError.
+    except Exception:
         return None
-    return Entry(directory, key, symbol, files, _size_bytes(directory), status.st_mtime)
+    return Entry(directory, key, symbol, files, _size_bytes(directory), used_at, contents)
 
 
 def _is_sound(directory: Path) -> bool:
-    entry = _read_entry(directory)
-    if entry is None or hashlib.sha256(_canonical(entry.key).encode()).hexdigest() != directory.name:
-        return False
-    return entry.intact()
+    return _read_entry(directory, with_contents=True) is not None

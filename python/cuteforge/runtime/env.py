@@ -1,9 +1,14 @@
-"""Every environment variable of the library: one table, read at each use, never at import."""
+"""Every environment variable of the library: one table, read at each use.
+
+A value that makes no sense is refused by the call that reads it, with a ContractError that names the variable. Importing
+never fails: CUTEFORGE_LOG, the only one read then, is ignored with a warning.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any
 from cuteforge.errors import ContractError, UnsupportedError
 
 _FLAG_WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([kmgt])(?:i?b)?|b)?")
 _LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -30,6 +36,14 @@ def _parse_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _parse_size(text: str) -> int:
+    number, unit = _SIZE.fullmatch(text.strip().lower()).groups()
+    size = int(float(number) * 1024 ** "bkmgt".index(unit or "b"))
+    if size < 1:
+        raise ValueError(text)
+    return size
+
+
 def _parse_log_level(text: str) -> int:
     return _LOG_LEVELS[text.lower()]
 
@@ -38,6 +52,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "flag": (_parse_flag, "1 or 0"),
     "count": (_parse_count, "an integer >= 1"),
     "path": (_parse_path, "a path"),
+    "size": (_parse_size, "a size such as 500M or 4GiB"),
     "text": (str, "a text"),
     "log level": (_parse_log_level, "one of " + ", ".join(_LOG_LEVELS)),
 }
@@ -63,7 +78,7 @@ class Variable:
         parser, wanted = _PARSERS[self.type]
         try:
             return parser(text)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, AttributeError, RuntimeError):
             raise ContractError(f"{self.name}: wanted {wanted}, got {text!r}") from None
 
 
@@ -102,6 +117,12 @@ _CACHE_DIR = Variable(
     "CUTEFORGE_CACHE_DIR", "path", None, "directory of the disk cache; default: cuteforge in the XDG cache directory"
 )
 _DISK_CACHE = Variable("CUTEFORGE_DISK_CACHE", "flag", True, "0: compiled kernels are kept in memory only")
+_DISK_CACHE_SIZE = Variable(
+    "CUTEFORGE_DISK_CACHE_SIZE",
+    "size",
+    2 * 1024**3,
+    "most bytes on disk, e.g. 500M or 4GiB; beyond, the kernels used longest ago are removed",
+)
 _CACHE_SIZE = Variable("CUTEFORGE_CACHE_SIZE", "count", 256, "most compiled kernels that the process keeps in memory")
 _FAST_LAUNCH = Variable("CUTEFORGE_FAST_LAUNCH", "flag", True, "0: every launch runs the whole validation table first")
 _CHECK = Variable(
@@ -119,7 +140,19 @@ _BACKEND = Variable(
     "backend that policy functions try first: cuda, flash, torch_native, or one registered",
 )
 
-VARIABLES = (_ARCH, _CACHE_DIR, _DISK_CACHE, _CACHE_SIZE, _FAST_LAUNCH, _CHECK, _NVTX, _LOG, _KERNELS, _BACKEND)
+VARIABLES = (
+    _ARCH,
+    _CACHE_DIR,
+    _DISK_CACHE,
+    _DISK_CACHE_SIZE,
+    _CACHE_SIZE,
+    _FAST_LAUNCH,
+    _CHECK,
+    _NVTX,
+    _LOG,
+    _KERNELS,
+    _BACKEND,
+)
 
 # The sentence that refuses a kernel then.
 KERNELS_OFF = f"{_KERNELS.name}=0 switches the kernels off"
@@ -127,6 +160,7 @@ KERNELS_OFF = f"{_KERNELS.name}=0 switches the kernels off"
 arch: Callable[[], str | None] = _reader(_ARCH)
 cache_dir: Callable[[], Path | None] = _reader(_CACHE_DIR)
 disk_cache: Callable[[], bool] = _reader(_DISK_CACHE)
+disk_cache_size: Callable[[], int] = _reader(_DISK_CACHE_SIZE)
 cache_size: Callable[[], int] = _reader(_CACHE_SIZE)
 fast_launch: Callable[[], bool] = _reader(_FAST_LAUNCH)
 check: Callable[[], bool] = _reader(_CHECK)
@@ -163,12 +197,16 @@ def require_kernels() -> None:
 def configure_logging() -> None:
     """Make the logger "cuteforge" write to stderr from the level in CUTEFORGE_LOG up; unset leaves logging alone.
 
-    Calling it again only changes the level.
+    Calling it again only changes the level. A value that is no level leaves logging alone too, with a warning.
     """
-    level = log_level()
+    logger = logging.getLogger("cuteforge")
+    try:
+        level = log_level()
+    except ContractError as error:
+        logger.warning("%s; it is ignored", error)
+        return
     if level is None:
         return
-    logger = logging.getLogger("cuteforge")
     logger.setLevel(level)
     if not any(getattr(handler, "is_cuteforge_default", False) for handler in logger.handlers):
         handler = logging.StreamHandler()

@@ -117,6 +117,8 @@ def _facts_of(tensor: Any, varying: Sequence[Varying]) -> tuple[list[int | None]
     sizes: list[int | None] = list(tensor.shape)
     strides: list[int | None] = list(tensor.stride())
     dims = {x for x in varying if x != ANY_SHAPE}
+    if not sizes:
+        return sizes, strides
     if not dims:
         return [None] * len(sizes), [None] * len(strides)
     if len(dims) > 1:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, SupportsInt
 
+from cuteforge.arguments import described
 from cuteforge.errors import ContractError
+
+_MOST_HANDLE = 2**64 - 1  # an address
 
 
 class _TorchStream(Protocol):
@@ -59,16 +63,14 @@ def stream_handle(stream: Any, device_index: int) -> int:
     """
     if stream is None:
         return raw_stream(device_index)
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        handle = stream
+    if isinstance(stream, numbers.Integral) and not isinstance(stream, bool):
+        handle = int(stream)
     else:
         _check_device(stream, device_index)
         handle = _object_handle(stream)
-    if handle is None or handle < 0:
-        raise ContractError(
-            "stream: wanted a torch.cuda.Stream, a CUstream, a raw handle >= 0 or an object with __cuda_stream__, "
-            f"got {stream!r}"
-        )
+    if handle is None or not 0 <= handle <= _MOST_HANDLE:
+        wanted = "a torch.cuda.Stream, a CUstream, a raw handle >= 0 or an object with __cuda_stream__"
+        raise ContractError(f"stream: wanted {wanted}, got {described(stream)}")
     return handle
 
 

@@ -1,5 +1,7 @@
 """Replayed decode steps: what the same step gives eagerly, whatever the padding, and nothing stored where it should not be."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from cuteforge.backends.decode_graph import DecodeGraph
 from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError
 from cuteforge.gqa.wrapper import paged_gqa_decode_wrapper
-from helpers.kv_cache import attend, poisoned
+from helpers.kv_cache import attend, poisoned, snapshot
+from helpers.nonsense import NONSENSE, refusal
 
 HEADS, KV_HEADS, D = 8, 2, 64
 SIZES = (1, 2, 4, 6)
@@ -190,3 +193,157 @@ def test_the_step_keeps_no_graph_of_gradients():
     cache = make_cache("cpu", torch.float32)
     weight = torch.ones(3, requires_grad=True)
     assert not DecodeGraph(lambda x: x * weight, cache)([cache.add()], torch.ones(1, 3)).requires_grad
+
+
+def test_inputs_that_require_grad_leave_no_graph_in_the_buffers():
+    cache = make_cache("cpu", torch.float32)
+    graph, request = DecodeGraph(lambda x: x, cache), cache.add()
+    for _ in range(2):
+        assert not graph([request], torch.ones(1, 3, requires_grad=True)).requires_grad
+    assert not any(buffer.requires_grad for buffer in graph._inputs)
+
+
+# What is refused or fails: before the first call that succeeds, and after.
+
+
+@pytest.mark.parametrize("when", ["full", "unknown", "twice", "rows"])
+def test_a_refused_first_call_pins_no_shapes_and_changes_nothing(when):
+    cache = KVCache(1, 1, 8, num_pages=1, page_size=1, max_requests=4, max_seqlen=8, device="cpu")
+    first, second = cache.add(), cache.add()
+    graph = DecodeGraph(lambda x: x, cache)
+    before = snapshot(cache)
+    requests, error = {
+        "full": ([first, second], CacheFull),
+        "unknown": ([first, 7], ContractError),
+        "twice": ([first, first], ContractError),
+        "rows": ([first], ContractError),
+    }[when]
+    with pytest.raises(error):
+        graph(requests, torch.zeros(2, 3))
+    assert snapshot(cache) == before
+    assert graph([first], torch.ones(1, 4, 5, dtype=torch.int64)).tolist() == torch.ones(1, 4, 5).tolist()
+
+
+def failing_once(cache, at):
+    """Two layers of attention, and once an exception before layer `at`; its calls."""
+    calls = []
+
+    def step(x):
+        calls.append(len(x))
+        for layer in range(cache.num_layers + 1):
+            if len(calls) == 1 and layer == at:
+                raise KeyError(at)
+            if layer < cache.num_layers:
+                x = x + attend(cache, layer, *split(x))
+        return x
+
+    return step
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_step_that_raises_is_undone_and_the_graph_works_on(at):
+    """The first call pins no shapes either."""
+    results = []
+    for fails in (True, False):
+        cache, requests = prefilled("cpu", torch.float32)
+        step = failing_once(cache, at if fails else None)
+        graph = DecodeGraph(step, cache, SIZES)
+        before, free = [cache.seqlen(r) for r in requests], cache.num_free_pages
+        if fails:
+            with pytest.raises(KeyError):
+                graph(requests[:3], draw(3, "cpu", torch.float32))
+            assert ([cache.seqlen(r) for r in requests], cache.num_free_pages) == (before, free)
+            assert cache.batch is None
+            assert graph._inputs is None
+        results.append([graph(requests[:n], draw(n, "cpu", torch.float32, seed=n)) for n in (3, 3, 2, 6)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_results_without_rows_are_refused_and_the_call_undone():
+    cache = make_cache("cpu", torch.float32)
+    request = cache.add()
+    with pytest.raises(ContractError, match=r"^step: wanted results of one row a request, got shape \(\)$"):
+        DecodeGraph(lambda x: x.sum(), cache)([request], torch.ones(1, 3))
+    assert cache.seqlen(request) == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("ahead", [True, False], ids=["capture", "call"])
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["warm_up", "again", "capture"])
+def test_a_step_that_raises_while_it_is_captured_leaves_a_graph_that_works(at, ahead):
+    """The failure is in one of the three calls of a capture; results are those of an eager loop."""
+    cache, requests = prefilled("cuda", torch.bfloat16)
+    other, others = prefilled("cuda", torch.bfloat16)
+    model, calls = Model(cache, attend_by_kernel), []
+
+    def step(x, tokens):
+        calls.append(len(x))
+        if len(calls) == at:
+            raise KeyError(at)
+        return model(x, tokens)
+
+    graph = DecodeGraph(step, cache, SIZES)
+    inputs = draw(3, "cuda", torch.bfloat16), torch.arange(3, device="cuda")
+    with pytest.raises(Exception):  # noqa: B017, PT011 - torch may say that the capture was invalidated instead
+        graph.capture(*inputs) if ahead else graph(requests[:3], *inputs)
+    assert [cache.seqlen(r) for r in requests] == list(PROMPTS)
+    assert graph._inputs is None
+    torch.cuda.synchronize()
+    eager = unpadded(other, Model(other, attend_by_kernel))
+    for _ in range(3):
+        assert torch.equal(graph(requests[:3], *inputs)["x"], eager(others[:3], *inputs)["x"])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_replay_counts_as_stored():
+    """Pages of a prompt whose last token came in a replay are shared."""
+    for attention, is_shared in ((attend_by_kernel, True), (attend_fused, False)):
+        limits = {"num_pages": 20, "page_size": 1, "max_requests": 4, "max_seqlen": 16}
+        cache = KVCache(2, KV_HEADS, D, **limits, device="cuda")
+        request = cache.add([1, 2, 3])
+        cache.bind_prefill([request], [2])
+        cache.mark_stored()
+        DecodeGraph(Model(cache, attention), cache)(
+            [request], draw(1, "cuda", torch.bfloat16), torch.zeros(1, device="cuda")
+        )
+        assert cache.is_stored == is_shared
+        assert cache.cached_tokens(cache.add([1, 2, 3, 4])) == (3 if is_shared else 2)
+
+
+ARGUMENTS = {
+    "step": ("function", "class"),
+    "cache": (),
+    "batch_sizes": ("None",),
+    "use_graphs": ("None",),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_nonsense_is_refused_by_name(argument):
+    """A bool of use_graphs wants a GPU, which these caches do not have."""
+    given = {"step": len, "cache": make_cache("cpu", torch.float32)}
+    for name, value in NONSENSE.items():
+        if name not in ARGUMENTS[argument]:
+            message = refusal(DecodeGraph, **{**given, argument: value})
+            assert re.match(rf"{argument}(\[0\])?:", message), (name, message)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_nonsense_of_a_call_is_refused_by_name_and_changes_nothing(is_first):
+    cache = make_cache("cpu", torch.float32)
+    requests = [cache.add(), cache.add()]
+    graph = DecodeGraph(lambda x: x, cache)
+    if not is_first:
+        graph(requests, torch.ones(2, 3))
+    before, inputs = snapshot(cache), torch.ones(2, 3)
+    rows = ("matrix", "int_tensor") if is_first else ()  # two of them: as good as any in a first call
+    for name, value in NONSENSE.items():
+        if name not in ("empty", "tuple"):
+            assert re.match(r"requests?(\[0\])?:", refusal(graph, value, inputs)), name
+        if name not in rows:
+            assert refusal(graph, requests, value).startswith("inputs[0]:"), name
+            assert refusal(graph.capture, value).startswith("inputs[0]:"), name
+        assert snapshot(cache) == before, name
+    assert graph(requests, inputs).shape == (2, 3)

@@ -23,12 +23,16 @@ def snapshot(allocator):
 
 
 class Machine(RuleBasedStateMachine):
-    """Adds, partial prefills, decodes and frees; prompts of two ids only, so that many start alike."""
+    """Adds, steps that are stored, rolled back or given up, and frees; prompts of two ids only, so that many start alike."""
 
     def __init__(self):
         super().__init__()
         self.allocator = PageAllocator(NUM_PAGES, PAGE_SIZE, MAX_REQUESTS, MAX_SEQLEN)
         self.prompts, self.table, self.ever = {}, {}, set()
+        # How many pages of each request's prompt others can find; requests with a hole, of which no more will be found.
+        self.found, self.holed = {}, set()
+        # Of the step that may still be rolled back: request -> tokens before and after.
+        self.step, self.is_stored = {}, False
 
     def refused(self, call, error):
         before = snapshot(self.allocator)
@@ -39,28 +43,38 @@ class Machine(RuleBasedStateMachine):
     def pick(self, data, **how):
         return data.draw(st.lists(st.sampled_from(sorted(self.prompts)), unique=True, **how))
 
-    def stored_prefix(self, tokens):
-        """How much of `tokens` some request holds in whole pages, the last token aside."""
+    def findable(self, number):
+        """Whole pages of the prompt of a request."""
+        return min(len(self.prompts[number]), self.allocator[number].num_tokens) // PAGE_SIZE
+
+    def cached(self, tokens):
+        """How much of `tokens` can be found in whole pages of some request, the last token aside."""
         best = 0
         for number, prompt in self.prompts.items():
-            stored = min(len(prompt), self.allocator[number].num_tokens) // PAGE_SIZE
-            for pages in range(1, min(stored, (len(tokens) - 1) // PAGE_SIZE) + 1):
+            for pages in range(1, min(self.found[number], (len(tokens) - 1) // PAGE_SIZE) + 1):
                 if prompt[: pages * PAGE_SIZE] == tokens[: pages * PAGE_SIZE]:
                     best = max(best, pages * PAGE_SIZE)
         return best
+
+    def end_step(self):
+        for number, (before, after) in self.step.items():
+            if not self.is_stored and after > before:
+                self.holed.add(number)
+            elif number not in self.holed:
+                self.found[number] = self.findable(number)
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=10))
     def add(self, tokens):
         if len(self.prompts) == MAX_REQUESTS:
             self.refused(lambda: self.allocator.add(tokens), CacheFull)
             return
-        want = self.stored_prefix(tokens)
+        want = self.cached(tokens)
         free = self.allocator.num_free_pages
         request = self.allocator.add(tokens)
         assert request.num_cached == request.num_tokens == want
         assert self.allocator.num_free_pages == free
         assert request.id not in self.ever
-        self.prompts[request.id] = tokens
+        self.prompts[request.id], self.found[request.id] = tokens, want // PAGE_SIZE
         self.ever.add(request.id)
 
     @precondition(lambda self: self.prompts)
@@ -68,21 +82,44 @@ class Machine(RuleBasedStateMachine):
     def reserve(self, data):
         requests = [self.allocator[n] for n in self.pick(data)]
         counts = [data.draw(st.integers(0, 7)) for _ in requests]
-        totals = [r.num_tokens + n for r, n in zip(requests, counts)]
+        before = [r.num_tokens for r in requests]
+        totals = [n + count for n, count in zip(before, counts)]
         needed = sum(-(-total // PAGE_SIZE) - len(r.pages) for r, total in zip(requests, totals))
         free = self.allocator.num_free_pages
         if max(totals, default=0) > MAX_SEQLEN:
             self.refused(lambda: self.allocator.reserve(requests, counts), ContractError)
-        elif needed > free:
+            return
+        if needed > free:
             self.refused(lambda: self.allocator.reserve(requests, counts), CacheFull)
-        else:
-            for entry in self.allocator.reserve(requests, counts):
-                self.table[entry.row, entry.column] = entry.page
-            assert [r.num_tokens for r in requests] == totals
-            assert self.allocator.num_free_pages == free - needed
-            for request in requests:
-                columns = range(len(request.pages))
-                assert [self.table[request.row, column] for column in columns] == request.pages
+            return
+        self.end_step()
+        for entry in self.allocator.reserve(requests, counts):
+            self.table[entry.row, entry.column] = entry.page
+        self.step, self.is_stored = {r.id: span for r, span in zip(requests, zip(before, totals))}, False
+        assert [r.num_tokens for r in requests] == totals
+        assert self.allocator.num_free_pages == free - needed
+        for request, first in zip(requests, before):
+            assert [self.table[request.row, column] for column in range(len(request.pages))] == request.pages
+            written = request.pages[first // PAGE_SIZE : -(-request.num_tokens // PAGE_SIZE)]
+            assert all(self.allocator._references[page] == 1 for page in written)
+
+    @precondition(lambda self: self.step and not self.is_stored)
+    @rule()
+    def finish_step(self):
+        self.allocator.finish_step()
+        self.is_stored = True
+        for number, (before, _) in self.step.items():
+            if before % PAGE_SIZE == 0 and number not in self.holed:
+                self.found[number] = self.findable(number)
+
+    @rule()
+    def rollback(self):
+        self.allocator.rollback()
+        for number, (before, _) in self.step.items():
+            assert self.allocator[number].num_tokens == before
+            assert len(self.allocator[number].pages) == -(-before // PAGE_SIZE)
+            self.found[number] = min(self.found[number], before // PAGE_SIZE)
+        self.step = {}
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -90,6 +127,7 @@ class Machine(RuleBasedStateMachine):
         (number,) = self.pick(data, min_size=1, max_size=1)
         self.allocator.free(number)
         del self.prompts[number]
+        self.step.pop(number, None)
         self.refused(lambda: self.allocator.free(number), ContractError)
 
     @invariant()
@@ -130,6 +168,7 @@ def stored(allocator, tokens):
     """A request whose prompt is all stored."""
     request = allocator.add(tokens)
     allocator.reserve([request], [len(tokens) - request.num_tokens])
+    allocator.finish_step()
     return request
 
 
@@ -138,6 +177,7 @@ def test_a_prefix_outlives_the_request_that_was_found_first():
     allocator = PageAllocator(8, 2, 4, 8)
     requests = [allocator.add([7, 8, 9, 9, 1]) for _ in range(2)]
     allocator.reserve(requests, [5, 5])
+    allocator.finish_step()
     allocator.free(requests[0].id)
     assert allocator.add([7, 8, 9, 9, 2]).pages == requests[1].pages[:2]
 
@@ -148,10 +188,50 @@ def test_the_last_token_of_a_prompt_is_left_to_compute():
     assert [allocator.add([1, 2, 3, 4][:n]).num_cached for n in (4, 3, 2)] == [2, 2, 0]
 
 
-def test_what_was_added_but_not_bound_is_not_shared():
+def test_what_was_added_or_reserved_but_not_stored_is_not_shared():
     allocator = PageAllocator(8, 2, 4, 8)
-    allocator.add([1, 2, 3, 4, 5])
+    request = allocator.add([1, 2, 3, 4, 5])
     assert allocator.add([1, 2, 3, 4, 5]).num_cached == 0
+    allocator.reserve([request], [5])
+    assert allocator.add([1, 2, 3, 4, 5]).num_cached == 0
+    allocator.finish_step()
+    assert allocator.add([1, 2, 3, 4, 5]).num_cached == 4
+
+
+def test_a_page_that_a_step_only_filled_up_is_shared_from_the_next_one_on():
+    """A rollback hands it back half full, and it is written again."""
+    allocator = PageAllocator(8, 2, 4, 8)
+    request = allocator.add([1, 2, 3, 4, 5])
+    for count in (1, 3):
+        allocator.reserve([request], [count])
+        allocator.finish_step()
+    assert allocator.add([1, 2, 3, 4, 5]).num_cached == 0
+    allocator.reserve([], [])
+    assert allocator.add([1, 2, 3, 4, 5]).num_cached == 4
+
+
+def test_a_step_that_is_given_up_leaves_a_hole_behind_which_nothing_is_shared():
+    """Bound, not stored, and bound again without a rollback."""
+    allocator = PageAllocator(16, 2, 4, 16)
+    request = allocator.add(range(1, 9))
+    for is_stored in (True, False, True, True):
+        allocator.reserve([request], [2])
+        if is_stored:
+            allocator.finish_step()
+    assert allocator.add(range(1, 10)).num_cached == 2
+
+
+def test_pages_that_a_rolled_back_step_shared_stay_with_those_who_share_them():
+    allocator = PageAllocator(8, 2, 4, 8)
+    first = stored(allocator, [1, 2, 3, 4, 5])
+    second = allocator.add([1, 2, 3, 4, 5])
+    assert allocator.rollback()
+    assert (first.pages, first.num_tokens, len(second.pages), allocator.num_free_pages) == ([], 0, 2, 6)
+    assert not allocator.rollback()
+    allocator.reserve([first], [5])
+    assert not set(first.pages) & set(second.pages)
+    allocator.free(first.id)
+    assert allocator.add([1, 2, 3, 4, 5]).pages == second.pages
 
 
 def test_equal_pages_after_different_ones_are_not_shared():
@@ -164,6 +244,7 @@ def test_decoded_tokens_are_not_taken_for_a_prompt():
     """Their ids are not known to the cache."""
     allocator = PageAllocator(16, 2, 4, 8)
     allocator.reserve([stored(allocator, [1, 2, 3])], [3])
+    allocator.finish_step()
     assert allocator.add([1, 2, 3, 4, 5, 6]).num_cached == 2
 
 

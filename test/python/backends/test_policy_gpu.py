@@ -126,6 +126,25 @@ def test_kernels_and_torch_agree_over_a_cache(options, device):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     # What both stored is the same to the bit, and where it is not stored it is NaN.
     torch.testing.assert_close(cache.k_pool(0), other.k_pool(0), atol=0, rtol=0, equal_nan=True)
+    assert cache.is_stored
+    assert other.is_stored
+
+
+def test_a_gradient_over_a_cache_is_torchs(device):
+    """The results are those of the kernels, to which the same call goes without a gradient."""
+    results, by_kernel = [], steps("cuda", device)[1]
+    by_torch = steps("torch_native", device)[1]
+    for cache in (by_kernel, by_torch):
+        cache.bind_decode([0, 1, 2])
+    q, k, v = (torch.randn(3, heads, D, device=device, dtype=BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with torch.no_grad():
+        results.append(attention(q, k, v, by_kernel))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert explain(*leaves, by_torch).chosen == "torch_native"
+    results.append(attention(*leaves, by_torch))
+    torch.testing.assert_close(*(x.detach() for x in results), atol=2e-2, rtol=2e-2)
+    grads = torch.autograd.grad(results[1].float().sum(), leaves)
+    assert all(bool(x.isfinite().all()) and bool((x != 0).any()) for x in grads)
 
 
 @pytest.mark.parametrize("function", ["rotary", "compress"])

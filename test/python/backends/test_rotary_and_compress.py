@@ -96,7 +96,6 @@ def test_choice_is_strict_by_argument_and_falls_through_from_the_environment(tab
 @pytest.mark.parametrize("coff", [1, 2])
 @pytest.mark.parametrize("given", ["nothing", "total", "both"])
 def test_compress_builds_what_is_missing(coff, given):
-    """CS-2."""
     x = draw_pack(Pack.named("ragged", 4), coff, 8, dtype=torch.float32)
     optional = {
         "nothing": {},

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cuteforge import ContractError, KVCache, UnsupportedError, attention
+from cuteforge import ContractError, KVCache, UnsupportedError, attention, explain
 from cuteforge.backends import sdpa
+from cuteforge.backends.flash import FlashAttnBackend
+from cuteforge.backends.interface import Request
 from cuteforge.gqa import reference
 from helpers.packs import offsets
 from helpers.policy import check, check_packed, draw
@@ -28,7 +30,7 @@ def test_dense(dtype, heads, kv_heads):
 @pytest.mark.parametrize(("length", "num_keys"), [(1, 7), (3, 7), (7, 7), (9, 4), (5, 1), (4, 0), (0, 5)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_causal_corner_is_at_the_last_query_and_key(length, num_keys, masked):
-    """PF-1; with more queries than keys the first ones see nothing and give 0."""
+    """With more queries than keys the first ones see nothing and give 0."""
     q, k, v = draw(length=length, num_keys=num_keys)
     mask = random_mask(2, num_keys) if masked else None
     check(attention(q, k, v, attn_mask=mask, is_causal=True), q, k, v, mask=mask, causal=True)
@@ -52,7 +54,7 @@ def test_masks_of_every_rank_and_broadcast(shape, causal):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_rows_without_a_key_are_zero_and_so_are_their_gradients(dtype):
-    """K1: softmax over nothing; NaN neither in the result nor in the backward."""
+    """Softmax over nothing; NaN neither in the result nor in the backward."""
     q, k, v = (x.requires_grad_() for x in draw(dtype=dtype))
     mask = torch.zeros(2, 3, 7, dtype=torch.bool)
     mask[0, 1, 2] = True
@@ -141,7 +143,6 @@ def test_narrower_values_strides_and_shared_heads():
 
 
 def test_scores_past_half_precision_stay_finite():
-    """PF-4."""
     q, k = torch.full((1, 1, 1, 128), 32.0, dtype=FP16), torch.full((1, 16, 1, 128), 32.0, dtype=FP16)
     v = torch.arange(16.0, dtype=FP16).view(1, 16, 1, 1).expand(1, 16, 1, 128)
     assert bool((attention(q, k, v) == 7.5).all())
@@ -263,7 +264,7 @@ class Model:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("page_size", [1, 4, 7])
 def test_prefill_in_parts_and_decode_over_a_poisoned_cache(dtype, page_size):
-    """K3: what no token was stored to is NaN and stays out of every result."""
+    """What no token was stored to is NaN and stays out of every result."""
     model = Model(3, page_size=page_size, dtype=dtype)
     model.step([5, 9, 1], is_causal=True)
     model.step([3, 0, 6], is_causal=True)
@@ -322,11 +323,169 @@ def test_a_cache_is_refused_by_name():
     ):
         with pytest.raises(ContractError, match=rf"^{name}: wanted"):
             attention(*operands, model.cache)
-    q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="torch_native: a cache keeps no graph"):
-        attention(q, k, k, model.cache)
-    with torch.no_grad():
-        attention(q, k, k, model.cache)
+    with pytest.raises(UnsupportedError, match=r"torch_native: over a cache it is not served by torch.func"):
+        torch.func.grad(lambda q: attention(q, k, k, model.cache).sum())(q)
+
+
+# Over a cache, with gradients.
+
+
+def dense_over_history(q, new, stored, lengths, causal, attn_mask=None, **options):
+    """Attention of each request alone over all its keys, of which only those of this call have a graph."""
+    outs, start = [], 0
+    for i, length in enumerate(lengths):
+        mine, (k, v) = (
+            slice(start, start + length),
+            (torch.cat((old, x[start : start + length])) for old, x in zip(stored[i], new)),
+        )
+        mask = None
+        if attn_mask is not None:
+            mask = torch.zeros(1, 1, length, len(k), dtype=torch.bool)
+            part = attn_mask[i : i + 1, :length, : len(k)]
+            mask[0, :, :, : part.shape[2]] = part
+        outs.append(attention(q[None, mine], k[None], v[None], is_causal=causal, attn_mask=mask, **options)[0])
+        start += length
+    return torch.cat(outs)
+
+
+GRADIENT_CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": random_mask(3, 4, 9), "is_causal": True},
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 3.0, "is_causal": True, "scale": 0.7},
+    "sinks": {"sinks": torch.randn(2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))},
+    "all": {
+        "window": (3, 0),
+        "softcap": 3.0,
+        "sinks": torch.ones(2, dtype=torch.float64),
+        "attn_mask": random_mask(3, 4, 20),
+    },
+}
+
+
+def with_history(lengths, decode=False):
+    """A poisoned fp64 cache whose requests have tokens, bound to more of them; and what they have, which the call below does not change."""
+    cache = KVCache(
+        1,
+        1,
+        4,
+        v_head_dim=3,
+        num_pages=32,
+        page_size=3,
+        max_requests=4,
+        max_seqlen=30,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    for pool in (cache.k_pool(0), cache.v_pool(0)):
+        pool.fill_(torch.nan)
+    requests, generator = [cache.add() for _ in lengths], torch.Generator().manual_seed(0)
+    history = [5, 0, 3][: len(lengths)]
+    cache.bind_prefill(requests, history)
+    k, v = (torch.randn(sum(history), 1, dim, generator=generator, dtype=torch.float64) for dim in (4, 3))
+    cache.append(0, k, v)
+    cache.bind_decode(requests, pad_to=len(lengths) + 1) if decode else cache.bind_prefill(requests, lengths)
+    return cache, list(zip(k.split(history), v.split(history))), generator
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize("options", GRADIENT_CALLS.values(), ids=GRADIENT_CALLS)
+def test_gradients_over_a_cache_are_those_of_dense_attention(options, decode):
+    """To q, to the new keys and values, and to sinks; what is in the cache is constant, and the next steps may overwrite the batch."""
+    lengths = [1, 1, 1] if decode else [2, 4, 0]
+    cache, stored, generator = with_history(lengths, decode)
+    options, rows = {"is_causal": False, **options}, sum(lengths) + decode
+    leaves = [torch.randn(rows, *shape, generator=generator, dtype=torch.float64) for shape in ((2, 4), (1, 4), (1, 3))]
+    if decode:  # the padding row
+        for x in leaves:
+            x[-1] = torch.nan
+    leaves += [options.pop("sinks")] if "sinks" in options else []
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    if "attn_mask" in options and decode:
+        options["attn_mask"] = torch.cat((options["attn_mask"], options["attn_mask"][:1]))[:, :1]
+
+    def call(q, k, v, *sinks):
+        given = {"sinks": sinks[0]} if sinks else {}
+        return attention(q, k, v, cache, 0, **options, **given)[: sum(lengths)]
+
+    weight = torch.randn(sum(lengths), 2, 3, generator=generator, dtype=torch.float64)
+    out = call(*leaves)
+    got_pool = cache.k_pool(0).clone()
+    for _ in range(2):
+        cache.bind_prefill([0], [1])
+        cache.append(0, *(torch.full((1, 1, dim), 7.0, dtype=torch.float64) for dim in (4, 3)))
+    got = torch.autograd.grad((out * weight).sum(), leaves)
+
+    tokens = [x[: sum(lengths)] for x in leaves[:3]]
+    given = dict(options)
+    causal = given.pop("is_causal")
+    given |= {"sinks": leaves[3]} if len(leaves) > 3 else {}
+    want_out = dense_over_history(tokens[0], tokens[1:], stored, lengths, causal, **given)
+    want = torch.autograd.grad((want_out * weight).sum(), leaves)
+    torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    assert not got_pool.requires_grad
+    assert not cache.k_pool(0).requires_grad
+
+
+@pytest.mark.parametrize("options", GRADIENT_CALLS.values(), ids=GRADIENT_CALLS)
+def test_gradients_over_a_cache_are_those_of_finite_differences(options):
+    cache, _, generator = with_history([2, 4, 0])
+    leaves = [
+        torch.randn(6, *shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((2, 4), (1, 4), (1, 3))
+    ]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, cache, 0, **options), leaves)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_any_one_of_the_operands_over_a_cache_may_require_grad(which):
+    """Of requests without a key, padding rows alone, too."""
+    cache, _, generator = with_history([2, 4, 0])
+    for rows in (6, 2):
+        if rows == 2:
+            cache.bind_decode([], pad_to=2)
+        leaves = [
+            torch.randn(rows, *shape, generator=generator, dtype=torch.float64) for shape in ((2, 4), (1, 4), (1, 3))
+        ]
+        leaves[which].requires_grad_()
+        attention(*leaves, cache, 0).sum().backward()
+        grad = leaves[which].grad
+        assert bool(grad.isfinite().all())
+        assert bool((grad != 0).any()) == (rows == 6)
+
+
+def test_a_model_whose_weights_require_grad_decodes_outside_of_no_grad():
+    """The results and the bits of the cache are those under no_grad, and a loss over several steps has a gradient."""
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    outs, pools = [], []
+    for grad_mode in (True, False):
+        cache, _, generator = with_history([2, 4, 0], decode=True)
+        total = 0
+        with torch.set_grad_enabled(grad_mode):
+            for _ in range(3):
+                x = torch.randn(4, 1, 4, generator=generator, dtype=torch.float64) @ weight
+                total = total + attention(x, x, x[..., :3], cache, 0).sum()
+                cache.step()
+        outs.append(total)
+        pools.append(cache.k_pool(0)[1:].nan_to_num(9.0))
+    assert torch.equal(*pools)
+    assert torch.equal(outs[0], outs[1])
+    outs[0].backward()
+    assert bool(weight.grad.isfinite().all())
+    assert bool((weight.grad != 0).any())
+
+
+def test_only_torch_serves_a_gradient_over_a_cache_and_explain_says_why():
+    cache, _, _ = with_history([2, 4, 0])
+    q, k, v = torch.ones(6, 2, 4, requires_grad=True), torch.ones(6, 1, 4), torch.ones(6, 1, 3)
+    refusals = {verdict.name: verdict.refusal for verdict in explain(q, k, v, cache).verdicts}
+    assert "the kernels have no derivative" in refusals["cuda"]
+    assert refusals["torch_native"] is None
+    request = Request(torch.device("cuda"), torch.bfloat16, 64, 64, 2, 1, "prefill", True, False, True, "graph")
+    assert "no derivative over a cache" in FlashAttnBackend().refuse(request)
 
 
 def test_padding_of_requests_is_the_oracles_and_comes_back():

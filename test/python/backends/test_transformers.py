@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+from helpers.floor import floor_of
+
+pytest.importorskip("transformers", minversion=floor_of("transformers"))
 
 from transformers import (
     AttentionInterface,
@@ -308,7 +310,6 @@ def test_keys_past_the_end_of_a_mask_are_masked():
     ("name", "options"),
     [
         ("dropout", {"dropout": 0.1}),
-        ("output_attentions", {"output_attentions": True}),
         ("position_bias", {"position_bias": torch.zeros(1, 4, 7, 7)}),
         ("indices", {"indices": torch.zeros(1)}),
         ("block_indices", {"block_indices": torch.zeros(1)}),
@@ -322,6 +323,35 @@ def test_what_would_change_the_result_is_refused_by_name(name, options):
     call = {"attention_mask": None, **options}
     with pytest.raises(UnsupportedError, match=f"^{name}: "):
         adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
+
+
+def test_weights_that_are_asked_for_are_none(caplog):
+    """As with torch's attention there: one warning, whatever the number of layers and calls."""
+    adapter._logger.warning_once.cache_clear()
+    q, k, v = (torch.randn(1, heads, 7, 16) for heads in (4, 2, 2))
+    with caplog.at_level("WARNING", logger=adapter.__name__):
+        for _ in range(3):
+            out, weights = adapter.attention_forward(torch.nn.Module(), q, k, v, None, output_attentions=True)
+    want, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None)
+    assert weights is None and torch.equal(out, want)
+    assert [record.message for record in caplog.records if "output_attentions" in record.message] == [
+        "output_attentions: attention weights are not kept; set the attention to 'eager' for them"
+    ]
+
+
+def test_a_model_asked_for_weights_runs():
+    model = llama(attn_implementation="cuteforge")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS, output_attentions=True).logits, model(TOKENS).logits)
+
+
+def test_weights_that_are_asked_for_do_not_break_the_graph(fresh_compiler):
+    q, k, v = (torch.randn(1, heads, 7, 16) for heads in (4, 2, 2))
+    compiled = torch.compile(adapter.attention_forward, backend=fresh_compiler, fullgraph=True)
+    with torch.no_grad():
+        out, weights = compiled(torch.nn.Module(), q, k, v, None, output_attentions=True)
+    assert out.isfinite().all() and weights is None
+    assert fresh_compiler.frame_count == 1
 
 
 def test_keys_that_a_layer_adds_are_refused():

@@ -1,6 +1,7 @@
 """What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared memory as reckoned.
 
-Every tile that is selected for the heads below is compiled on the five architectures. Needs no GPU.
+Compiled are the smallest and the largest tile of a head, where registers are shortest, and each feature (`selected`); with `--full`, every tile that
+is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools
@@ -16,7 +17,9 @@ from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 
 FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
-OPTION_HEADS = (64, 128, 256)
+ARCHS = (FULL, *REDUCED)
+MODEL_HEAD, WIDEST_HEAD = 128, 256
+OPTION_HEADS = (64, MODEL_HEAD, WIDEST_HEAD)
 OPTIONS = {
     "window": {"has_left": True, "has_right": True},
     "softcap": {"causal": True, "has_softcap": True},
@@ -41,7 +44,7 @@ PREFILL_FEATURES = (
 )
 
 
-def selected(select, *facts):
+def served(select, *facts):
     """What is selected, if anything: whether every GPU serves every head is asked in unit/test_attention_config.py."""
     try:
         yield select(*facts)
@@ -53,19 +56,19 @@ def decode_cases(arch, is_full):
     """Each tile once with the features that take most registers, on one architecture also the other features and fp16."""
     for heads, rows in itertools.product(HEADS, ROWS):
         queries, facts = FEATURES[0]
-        yield from selected(select_decode, Problem("bfloat16", *heads, queries, **facts), rows, arch, True)
+        yield from served(select_decode, Problem("bfloat16", *heads, queries, **facts), rows, arch, True)
     if is_full:
         for i, (queries, facts) in enumerate(FEATURES[1:]):
             given = Problem("float16", *HEADS[0], queries, **facts)
-            yield from selected(select_decode, given, ROWS[i % 2], arch, i % 2 == 0)
+            yield from served(select_decode, given, ROWS[i % 2], arch, i % 2 == 0)
 
 
 def prefill_cases(arch, is_full):
     queries, facts = PREFILL_FEATURES[0]
     for heads in HEADS:
-        yield from selected(select_prefill, Problem("bfloat16", *heads, queries, **facts), arch)
+        yield from served(select_prefill, Problem("bfloat16", *heads, queries, **facts), arch)
     for heads, (queries, facts) in itertools.product((HEADS[0], HEADS[-1]), PREFILL_FEATURES[1:] if is_full else ()):
-        yield from selected(select_prefill, Problem("float16", *heads, queries, **facts), arch)
+        yield from served(select_prefill, Problem("float16", *heads, queries, **facts), arch)
 
 
 def cases_of(arch_name):
@@ -94,13 +97,6 @@ def label(arch_name, traits):
     return f"{arch_name}-{problem.dtype}-d{problem.head_dim}-m{tile.tile_m}n{tile.tile_n}-{problem.queries}-{kind}"
 
 
-CASES = [
-    pytest.param(arch_name, traits, id=label(arch_name, traits))
-    for arch_name in (FULL, *REDUCED)
-    for traits in cases_of(arch_name)
-]
-
-
 def option_cases(arch_name):
     """Prefill with each option, decode with each on one architecture and else with all of them; their registers come on top of those of a head."""
     arch = resolve_arch(arch_name, None)
@@ -116,14 +112,65 @@ def option_cases(arch_name):
     yield "all", select_prefill(masked, arch)
 
 
-CASES += [
-    pytest.param(arch_name, traits, id=f"{label(arch_name, traits)}-{option}")
-    for arch_name in (FULL, *REDUCED)
-    for option, traits in option_cases(arch_name)
-]
+def every_case(arch_name):
+    """`(option, traits)` of all there is to compile for an architecture; without an option for a head alone."""
+    return [*(("", traits) for traits in cases_of(arch_name)), *option_cases(arch_name)]
 
 
-@pytest.mark.parametrize(("arch_name", "traits"), CASES)
+def selected(arch_name):
+    """Of what every case holds, the ends of what registers have to hold, and each kind of code.
+
+    On one architecture: the smallest and the largest decode tile of each head, every prefill, each other feature. Each option by
+    itself at the model's head, all at once at every head; with the splits of decode, whose second kernel is the same for all, at
+    the widest head only. On the others the model's head and the widest, without options and with all.
+    """
+    tiles = {}
+    for option, traits in every_case(arch_name):
+        if traits.problem.queries != "packed":
+            tiles.setdefault((option, traits.problem), []).append(traits)
+    ends = {(option, traits) for (option, _), ts in tiles.items() for traits in (ts[0], ts[-1])}
+    for option, traits in every_case(arch_name):
+        is_prefill = traits.problem.queries == "packed"
+        if (is_prefill or (option, traits) in ends) and _is_wanted(traits, option, is_prefill, arch_name == FULL):
+            yield option, traits
+
+
+def _is_wanted(traits, option, is_prefill, is_full):
+    head = traits.problem.head_dim
+    if not option:
+        return is_full or head in (MODEL_HEAD, WIDEST_HEAD)
+    if option != "all":
+        return is_full and head == MODEL_HEAD and not traits.splits
+    if is_prefill:
+        return is_full or head == MODEL_HEAD or bool(traits.problem.mask_rank)
+    return head == (WIDEST_HEAD if traits.splits else MODEL_HEAD) and (is_full or not traits.splits)
+
+
+def test_selection_has_every_kind_on_every_architecture():
+    """Decode and prefill, the ends of the heads, all options; the rest of what there is to compile once."""
+    for arch_name in ARCHS:
+        every, chosen = every_case(arch_name), list(selected(arch_name))
+        assert set(chosen) <= set(every)
+        options = {(option, traits.problem.queries) for option, traits in chosen}
+        assert options >= {(option, queries) for option in ("", "all") for queries in ("batch", "packed")}
+        assert {MODEL_HEAD, WIDEST_HEAD} <= {traits.problem.head_dim for _, traits in chosen}
+        assert {bool(traits.splits) for _, traits in chosen} == {True, False}
+        if arch_name == FULL:
+            for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
+                assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, (
+                    fact
+                )
+            assert {option for option, _ in chosen} == {"", *OPTIONS}
+
+
+def pytest_generate_tests(metafunc):
+    if "arch_name" in metafunc.fixturenames and metafunc.function is test_machine_code:
+        choose = every_case if metafunc.config.getoption("--full") else selected
+        cases = [(arch_name, *case) for arch_name in ARCHS for case in choose(arch_name)]
+        ids = [label(arch_name, traits) + (f"-{option}" if option else "") for arch_name, option, traits in cases]
+        metafunc.parametrize(("arch_name", "traits"), [(arch_name, traits) for arch_name, _, traits in cases], ids=ids)
+
+
 def test_machine_code(arch_name, traits):
     binary = sass.compile_binary(kernel.build(traits), arch_name)
     assert sum(name.startswith("attention_combine") for name in binary.kernels) == (1 if traits.splits else 0)

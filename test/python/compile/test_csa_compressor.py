@@ -1,7 +1,7 @@
 """What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that decide the speed.
 
-Every tile that is ever selected is compiled, with the longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is
-an error.
+Compiled are the kernels that have the fewest registers to spare (`selected`); with `--full`, every tile that is ever selected, with the longest part
+of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
 """
 
 import itertools
@@ -16,7 +16,8 @@ from cuteforge.runtime.arch import resolve_arch
 from cuteforge.tensor_spec import ITEMSIZE
 from helpers import sass
 
-FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
+FULL = "sm_90a"
+ARCHS = (FULL, "sm_80", "sm_89", "sm_100a", "sm_120a")
 REGISTERS_PER_SM = 65536
 REGISTER_GRANULE = 8  # registers a thread are handed out in eights
 ATOMICS = r"REDG?\b|ATOM"
@@ -39,11 +40,15 @@ def candidates(arch):
 
 def most_demanding(every, kind):
     """Of each kind the one with the most window entries a warp; among those, with the most conditions on them. A kind of None is left out."""
+    return [max(alike, key=_demand) for alike in _by_kind(every, kind)]
+
+
+def _by_kind(every, kind):
     found = {}
     for traits in every:
         found.setdefault(kind(traits), []).append(traits)
     found.pop(None, None)
-    return [max(alike, key=_demand) for alike in found.values()]
+    return found.values()
 
 
 def _demand(traits):
@@ -57,31 +62,66 @@ def full_kind(traits):
     return traits.backward, tile, ITEMSIZE[traits.problem.dtype], width
 
 
-def reduced_kind(traits):
-    """Every tile with accesses of 16 bytes. Those of 2 bytes take three times as long to compile: only four of them."""
-    width = access_bytes(traits)
-    tile = traits.tile if width == 16 else traits.tile.split_window
-    return (traits.backward, tile) if width in (2, 16) else None
-
-
 def atomic_kind(traits):
     """With and without spare entries: where registers are short, either may be the one that spills."""
     return (traits.tile, traits.has_spare_slots) if traits.backward and access_bytes(traits) == 16 else None
 
 
-def reduced_atomic_kind(traits):
-    return atomic_kind(traits) and (traits.tile.resident, traits.has_spare_slots)
+def short_of_registers(every, kind):
+    """Of each kind the tiles that no other one outdoes: it would hold as many entries a lane, with as many warps on an SM to share the registers."""
+    chosen = []
+    for alike in _by_kind(most_demanding(every, lambda traits: (kind(traits), traits.tile)), kind):
+        wants = {
+            traits: (traits.slots * traits.tile.cols_per_lane, traits.tile.num_warps * traits.tile.ctas_per_sm)
+            for traits in alike
+        }
+        most = {want for want in wants.values() if not any(_outdoes(other, want) for other in wants.values())}
+        chosen += [max((t for t in alike if wants[t] == want), key=_demand) for want in sorted(most)]
+    return chosen
 
 
-def cases_of(arch_name):
+def _outdoes(other, want):
+    return other != want and all(a >= b for a, b in zip(other, want))
+
+
+def every_case(arch, every):
+    """Each tile once, with and without atomics."""
+    return most_demanding(every, full_kind), most_demanding(every, atomic_kind)
+
+
+def selected(arch, every):
+    """Where registers are short, for each way to share out a window; on one architecture with elements of 2 and 4 bytes, and every width of access.
+
+    Accesses of 2 bytes need the most addresses and take three times as long to compile; those of 4 and 8 are compiled once for each direction.
+    """
+    wide, narrow = of_width(every, 16), of_width(every, 2)
+    backward = [traits for traits in wide if traits.backward]
+    if arch.name != FULL:
+        cases = short_of_registers(wide, way) + most_demanding([t for t in narrow if t.tile.resident], direction)
+        return cases, most_demanding(backward, lambda t: t.tile.resident)
+    cases = short_of_registers(wide, lambda t: (*way(t), ITEMSIZE[t.problem.dtype]))
+    cases += most_demanding(narrow, lambda t: (t.backward, t.tile.split_window))
+    cases += most_demanding(of_width(every, 4, 8), lambda t: (t.backward, access_bytes(t)))
+    return cases, most_demanding(backward, lambda t: (t.tile.resident, t.has_spare_slots))
+
+
+def of_width(every, *widths):
+    return [traits for traits in every if access_bytes(traits) in widths]
+
+
+def way(traits):
+    return traits.backward, traits.tile.split_window, traits.tile.resident
+
+
+def direction(traits):
+    return traits.backward
+
+
+def cases_of(arch_name, is_full):
     arch = resolve_arch(arch_name, None)
-    every = candidates(arch)
-    is_full = arch_name == FULL
-    cases = [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
-    cases += most_demanding(every, full_kind if is_full else reduced_kind)
-    with_atomics = most_demanding(every, atomic_kind if is_full else reduced_atomic_kind)
-    cases += [replace(traits, deterministic=False) for traits in with_atomics]
-    return list(dict.fromkeys(cases))
+    cases, with_atomics = (every_case if is_full else selected)(arch, candidates(arch))
+    models = [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
+    return list(dict.fromkeys(models + cases + [replace(traits, deterministic=False) for traits in with_atomics]))
 
 
 def label(arch_name, traits):
@@ -90,14 +130,24 @@ def label(arch_name, traits):
     return f"{arch_name}-{direction}-{problem.dtype}-r{problem.ratio}c{problem.coff}d{problem.head_dim}"
 
 
-CASES = [
-    pytest.param(arch_name, traits, id=label(arch_name, traits))
-    for arch_name in (FULL, *REDUCED)
-    for traits in cases_of(arch_name)
-]
+def test_selection_has_every_way_on_every_architecture():
+    """Forward and backward, whole and split windows, sums in registers and in memory, with and without atomics."""
+    for arch_name in ARCHS:
+        cases = cases_of(arch_name, is_full=False)
+        assert {way(traits) for traits in cases} == {
+            way(traits) for traits in candidates(resolve_arch(arch_name, None))
+        }
+        assert {traits.deterministic for traits in cases if traits.backward} == {True, False}
+        assert {access_bytes(traits) for traits in cases} >= ({2, 4, 8, 16} if arch_name == FULL else {2, 16})
 
 
-@pytest.mark.parametrize(("arch_name", "traits"), CASES)
+def pytest_generate_tests(metafunc):
+    if "traits" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--full")
+        cases = [(arch_name, traits) for arch_name in ARCHS for traits in cases_of(arch_name, is_full)]
+        metafunc.parametrize(("arch_name", "traits"), cases, ids=[label(*case) for case in cases])
+
+
 def test_machine_code(arch_name, traits):
     build = (backward if traits.backward else forward).build(traits)
     binary = sass.compile_binary(build, arch_name)

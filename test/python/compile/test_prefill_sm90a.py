@@ -1,7 +1,5 @@
 """What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
 
-import pytest
-
 from cuteforge.gqa.config import WARP, Problem
 from cuteforge.gqa.prefill_sm90a import kernel
 from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
@@ -21,18 +19,46 @@ OPTIONS = (
     {"has_left": True, "has_softcap": True, "has_sinks": True},
 )
 EVERY_WIDTH = (8, 24, 40, 64, 72, 88, 96, 104, 120, 136, 192, 248, 256)
-PROBLEMS = [
-    *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in EVERY_WIDTH),
-    *(Problem("bfloat16", *heads, *RAGGED[:1], **RAGGED[1]) for heads in ((192, 128), (64, 128), (128, 64), (64, 256))),
-    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 72, 96, 128, 256)),
-    *(Problem("float16", *heads, TOKENS[0], **TOKENS[1]) for heads in ((192, 128), (128, 128), (64, 64))),
-    *(
-        Problem("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
-        for d in (64, 128, 256)
-        for options in OPTIONS
-    ),
-    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in (64, 72, 128, 256)),
-]
+# The first and the last width of each tile, and what is no multiple of 16 or of 64.
+WIDTHS = (8, 64, 72, 96, 120, 136, 192, 256)
+
+
+def problems(is_full):
+    """Each kind of keys and each option at the model's head and at the ends of the widths; with `--full` at more of them."""
+    heads = ((192, 128), (64, 128), (128, 64), (64, 256)) if is_full else ((192, 128), (64, 256))
+    of_pages, of_options, both = (
+        ((64, 72, 96, 128, 256), (64, 128, 256), (64, 72, 128, 256)) if is_full else ((72, 128, 256), (128,), (72, 256))
+    )
+    return [
+        *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (EVERY_WIDTH if is_full else WIDTHS)),
+        *(Problem("bfloat16", *pair, *RAGGED[:1], **RAGGED[1]) for pair in heads),
+        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in of_pages),
+        *(
+            Problem("float16", *pair, TOKENS[0], **TOKENS[1])
+            for pair in ((192, 128), (128, 128), (64, 64))[: 3 if is_full else 2]
+        ),
+        *(
+            Problem("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
+            for d in of_options
+            for options in OPTIONS
+        ),
+        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in both),
+    ]
+
+
+def few_rows(is_full):
+    """Problems of calls with few rows, which get other tiles."""
+    return [
+        *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in ((64, 96, 128) if is_full else (64, 128))),
+        *(
+            Problem("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1])
+            for d in ((64, 128) if is_full else (128,))
+        ),
+        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in ((64, 128) if is_full else (64,))),
+        Problem("float16", 128, 128, TOKENS[0], **TOKENS[1]),
+    ]
+
+
 # Waits for products: of the first scores, of scores and of values in the loop, of the last values, and of what is on its way at the end.
 FIRST, SCORES, VALUES, LAST, END = range(5)
 
@@ -42,19 +68,13 @@ def label(problem):
     return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}{options}"
 
 
-FEW_ROWS = [
-    *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (64, 96, 128)),
-    *(Problem("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1]) for d in (64, 128)),
-    *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in (64, 128)),
-    Problem("float16", 128, 128, TOKENS[0], **TOKENS[1]),
-]
+def pytest_generate_tests(metafunc):
+    is_full = metafunc.config.getoption("--full")
+    cases = [*((problem, False) for problem in problems(is_full)), *((problem, True) for problem in few_rows(is_full))]
+    ids = [f"{label(problem)}-{'few' if has_few_rows else 'many'}" for problem, has_few_rows in cases]
+    metafunc.parametrize(("problem", "has_few_rows"), cases, ids=ids)
 
 
-@pytest.mark.parametrize(
-    ("problem", "has_few_rows"),
-    [*((problem, False) for problem in PROBLEMS), *((problem, True) for problem in FEW_ROWS)],
-    ids=lambda x: label(x) if isinstance(x, Problem) else "few" if x else "many",
-)
 def test_machine_code(problem, has_few_rows):
     traits = select_warpgroups(problem, ARCH, has_few_rows)
     binary = sass.compile_binary(kernel.build(traits), ARCH.name)

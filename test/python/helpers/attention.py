@@ -54,15 +54,15 @@ HEAD_DIMS = (
 _GROUPS = {
     1: "a head of its own for every query head",
     2: "two rows a KV head",
-    3: "AD-1: no power of two",
-    5: "AD-1: 40 over 8",
-    6: "AD-1: 24 over 4",
-    7: "AD-1: 28 over 4",
+    3: "no power of two",
+    5: "40 over 8",
+    6: "24 over 4",
+    7: "28 over 4",
     8: "half a row block",
-    11: "AD-1: 33 over 3",
-    16: "AD-1: one row block",
-    33: "AD-1: one row past two blocks",
-    64: "AD-1: one KV head",
+    11: "33 over 3",
+    16: "one row block",
+    33: "one row past two blocks",
+    64: "one KV head",
 }
 GROUPS = tuple(Config(128, 128, BF16, group, guards) for group, guards in _GROUPS.items())
 CONFIGS = (*HEAD_DIMS, *GROUPS)

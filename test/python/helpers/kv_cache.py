@@ -86,3 +86,13 @@ def facts(cache: KVCache) -> dict[str, Any]:
     return {"pages": pages, "is_decode": b.is_decode, "max_new": b.max_new} | {
         name: getattr(b, name).tolist() for name in names
     }
+
+
+def snapshot(cache: KVCache) -> list[Any]:
+    """All that a refused call must leave alone: requests, pages, what can be shared, the batch and the memory behind it."""
+    allocator, batch = cache._allocator, cache.batch
+    lent = {n: {**vars(r), "pages": list(r.pages), "node": id(r.node)} for n, r in allocator._requests.items()}
+    free = list(allocator._free_pages), list(allocator._free_rows), list(allocator._references)
+    tensors = cache._page_table, cache._rows, cache._seqlens, cache._cu_seqlens, cache._positions, cache._slots
+    bound = batch, list(cache._bound), cache._missing, None if batch is None else len(batch.slots)
+    return [lent, free, set(allocator._prefixes._node_of), bound, [x.tolist() for x in tensors]]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1]
 _PACKAGE = _TESTS.parents[1] / "python"
+# Nothing takes this long, on however busy a machine; a little less than the limit of a test, so that what was printed is seen.
+HANGS_AFTER_S = 540
 
 
 def start(code: str, **environment: object) -> subprocess.Popen:
@@ -23,7 +25,7 @@ def start(code: str, **environment: object) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def finish(process: subprocess.Popen, timeout: float = 180) -> str:
+def finish(process: subprocess.Popen, timeout: float = HANGS_AFTER_S) -> str:
     """Its standard output; fails with its standard error unless it ended with status 0."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cuteforge import api_base
 from cuteforge.api_base import APIBase, TupleDict
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Operand, Signature, TensorSpec
 from helpers.stub_gpu import STREAM, StubKernel, pass_for_gpu, pass_for_gpu_in_tables
@@ -366,7 +367,7 @@ def test_bind_validates_once(kernels, gpu, table_passes, monkeypatch):
     call = op.bind(*operands)
     call()
     call()
-    assert bound == [(kernel, operands, (132,), None)]
+    assert bound == [(kernel, operands, (132,), None, operands[2:])]
     assert table_passes == [operands]
 
 
@@ -380,6 +381,39 @@ def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, mo
     op._bind(operands, None, (7,))
     assert kernel.launches[0][3:5] == (132, 7)
     assert bound[0][2] == (132, 7)
+
+
+@pytest.mark.parametrize("entry", ["execute", "call", "bind"])
+def test_a_launch_counts_as_a_write_of_each_output(entry, kernels, gpu, table_passes, monkeypatch):
+    """As torch's own ops do: a graph that saved the tensor before refuses to use it. Each launch of a bound one counts, too."""
+    op, kernel = compiled_scale(kernels)
+    x, index, y = cpu_operands()
+    x, y = x.zero_(), y.zero_()
+    launch = {"execute": op.execute, "call": op, "bind": lambda *operands: None}[entry]
+    if entry == "bind":
+        monkeypatch.setattr(streams, "current_stream_query", lambda: lambda device_index: STREAM)
+        bound = op.bind(x, index, y)
+        launch = lambda *_: bound()  # noqa: E731
+    versions = x._version, index._version, y._version
+    for count in (1, 2, 3):
+        launch(x, index, y)
+        assert (x._version, index._version, y._version - count) == versions
+    with torch.inference_mode():
+        launch(x, index, y)
+        assert y._version == versions[2] + 4
+        if entry != "bind":
+            launch(x, index, torch.zeros_like(y))
+    assert len(kernel.launches) >= 4
+
+
+def test_a_refused_launch_counts_as_no_write(kernels, gpu, table_passes):
+    op, kernel = compiled_scale(kernels)
+    kernel.refuses = ValueError("refused")
+    x, index, y = cpu_operands()
+    version = y._version
+    with pytest.raises(ContractError):
+        op.execute(x, index, y)
+    assert y._version == version
 
 
 @pytest.mark.parametrize(

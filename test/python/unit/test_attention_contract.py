@@ -565,7 +565,7 @@ def test_what_is_written_is_told_from_what_is_read(names):
     """Outputs are checked for memory of their own; the pools are outputs where they are appended to."""
     given = samples("append") if "k_cache" in names else samples("prefill")
     signature = make("append" if "k_cache" in names else "prefill", given).signature
-    assert {operand.name for operand in signature.operands if operand.role == "out"} == set(names)
+    assert {operand.name for operand in signature.operands if operand.is_written} == set(names)
 
 
 def test_a_merge_may_write_over_its_first_part():

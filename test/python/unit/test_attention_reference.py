@@ -184,7 +184,7 @@ def test_equals_torch(kind):
 
 
 def test_causal_corner_is_at_the_bottom_right():
-    """PF-1: two queries, five keys; then more queries than keys, of which the early ones see nothing."""
+    """Two queries, five keys; then more queries than keys, of which the early ones see nothing."""
     zeros, values = torch.zeros(1, 5, 1, 8, dtype=FP64), torch.arange(5.0, dtype=FP64).view(1, 5, 1, 1)
     out, lse = reference.attend(zeros[:, :2], zeros, values, causal=True)
     assert out.flatten().tolist() == [1.5, 2.0]

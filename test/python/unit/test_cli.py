@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import logging
 import math
+import os
+import sys
 import types
 from dataclasses import replace
 
@@ -16,8 +18,8 @@ from cuteforge.cli import attention, bench, csa, demo, doctor, rotary, timing
 from cuteforge.cli.commands import COMMANDS
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.errors import UnsupportedError
-from cuteforge.runtime import arch, cutlass_compat, disk_cache
-from helpers.process import run, start
+from cuteforge.runtime import arch, cutlass_compat, disk_cache, env
+from helpers.process import HANGS_AFTER_S, run, start
 
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 NEAR = {"out": torch.tensor([1.0, 2.0])}
@@ -272,7 +274,7 @@ def test_doctor_without_a_gpu_reports_the_refusal(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUTEFORGE_ARCH", raising=False)
     assert doctor.gpus()["GPUs"] == "torch sees none"
-    assert doctor.ops()["CSA forward"].startswith("no: arch: no GPU here")
+    assert doctor.ops()["CSA forward"].startswith("no: no GPU here; set CUTEFORGE_ARCH=sm_90a")
     monkeypatch.setenv("CUTEFORGE_ARCH", "sm_90a")
     assert doctor.ops()["CSA forward"].startswith("compiles for sm_90a")
 
@@ -315,11 +317,9 @@ def test_doctor_says_why_the_cache_directory_is_not_used(monkeypatch, tmp_path, 
 
 def test_doctor_counts_entries_and_damaged_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
-    file = tmp_path / "kernel.o"
-    file.write_bytes(b"code")
     cache = disk_cache.DiskCache()
     for builder in ("cuteforge.rotary.kernel:build", "cuteforge.csa.compressor.forward:build", "mine:build"):
-        entry = cache.store({"builder": builder}, "symbol", [file])
+        entry = cache.store({"builder": builder}, "symbol", {"kernel.o": b"code"})
     (entry.path / "kernel.o").write_bytes(b"other")
     rows = doctor.cache()
     assert rows["usable"] == "yes"
@@ -343,12 +343,83 @@ def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
     assert rows["CUTE_DSL_KEEP"] == "ptx"
 
 
-def test_a_bad_log_level_is_named_though_the_library_does_not_import():
+def test_a_bad_log_level_is_warned_of_once_and_breaks_nothing():
     code = "import sys\nfrom cuteforge.__main__ import main\nprint(main(['doctor']), file=sys.stderr)"
     process = start(code, CUTEFORGE_LOG="loud")
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0
-    assert err.splitlines() == ["cuteforge: CUTEFORGE_LOG: wanted one of debug, info, warning, error, got 'loud'", "1"]
+    sentence = "CUTEFORGE_LOG: wanted one of debug, info, warning, error, got 'loud'"
+    assert err.splitlines() == [f"{sentence}; it is ignored", "0"]
+    assert sentence in out, "doctor lists it among the variables"
+
+
+NONSENSE = """
+import importlib, pkgutil, sys
+import cuteforge
+from cuteforge.__main__ import main
+from cuteforge.cli import doctor, families
+for module in pkgutil.walk_packages(cuteforge.__path__, "cuteforge."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            print("not here:", module.name, error, file=sys.stderr)
+for name in cuteforge.__all__:
+    getattr(cuteforge, name)
+doctor.ops = doctor.SECTIONS["ops"] = dict
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_no_value_of_a_variable_breaks_the_import_or_doctor():
+    """A call that reads one refuses it by name; the log level, which no call reads, is warned of."""
+    process = start(NONSENSE, **{variable.name: "~no-such-user-or-word" for variable in env.VARIABLES})
+    out, err = process.communicate(timeout=HANGS_AFTER_S)
+    assert process.returncode == 0, err
+    assert "ContractError" not in err
+    for variable in env.VARIABLES:
+        if variable.type != "text":
+            assert f"{variable.name}: wanted" in out
+    assert err.count("CUTEFORGE_LOG: wanted one of debug, info, warning, error") == 1
+
+
+def test_doctor_says_that_the_compiler_does_not_import():
+    """Installed, yet without its path file: the versions look fine, and every compile would fail."""
+    code = (
+        "import sys\n"
+        "sys.path[:] = [path for path in sys.path if 'dsl_packages' not in path]\n"
+        "from cuteforge.cli import doctor\n"
+        "print(doctor.toolchain()['compiler'])\n"
+    )
+    assert "no: cutlass: the compiler does not import: No module named 'cutlass'" in (text := run(code))
+    assert "PYTHONPATH" in text
+
+
+def test_doctor_says_where_new_kernels_go_beside_a_directory_to_read_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr(disk_cache.os, "access", lambda path, mode: mode != os.W_OK or "own" in str(path))
+    own = tmp_path / "own" / "cuteforge"
+    assert doctor.cache()["usable"] == f"to read only: new kernels go to {own}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "prog"),
+    [("/usr/bin/cuteforge", "cuteforge"), ("/lib/cuteforge/__main__.py", "python -m cuteforge")],
+)
+def test_the_usage_names_what_was_typed(typed, prog, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith(f"usage: {prog} [")
+
+
+def test_an_interrupt_is_one_line_and_the_status_of_a_shell(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "cuteforge: interrupted\n"
 
 
 def test_doctor_survives_a_machine_where_everything_is_missing(monkeypatch, capsys):

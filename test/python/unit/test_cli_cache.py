@@ -10,7 +10,7 @@ import pytest
 from cuteforge.__main__ import main
 from cuteforge.cli import cache as command
 from cuteforge.cli.families import split_builder
-from cuteforge.runtime import disk_cache
+from cuteforge.runtime import cutlass_compat, disk_cache
 
 DAY_S = 24 * 3600
 
@@ -22,14 +22,12 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def store(cache, tmp_path):
+def store(cache):
     """A function that makes an entry, used so many days ago."""
-    file = tmp_path / "kernel.o"
-    file.write_bytes(b"code" * 256)
 
     def make(builder: str, arch: str = "sm_90a", days: float = 0) -> disk_cache.Entry:
         key = {"builder": builder, "arch": arch, "traits": f"Traits(dims=[{days}])"}
-        entry = cache.store(key, "symbol", [file])
+        entry = cache.store(key, "symbol", {"kernel.o": b"code" * 256})
         used_at = time.time() - days * DAY_S
         os.utime(entry.path, (used_at, used_at))
         return entry
@@ -74,6 +72,7 @@ def test_ls_works_while_the_cache_is_switched_off(store, monkeypatch, capsys):
         (["--arch", "sm_80"], {"new", "old"}),
         (["--older-than", "2.5", "--arch", "sm_80"], {"new", "old", "new sm_80"}),
         (["--arch", "sm_100a"], {"new", "old", "new sm_80", "old sm_80"}),
+        (["--stale"], set()),
     ],
 )
 def test_clear_removes_what_the_options_choose(store, cache, options, left, capsys):
@@ -93,9 +92,44 @@ def test_clear_without_options_removes_unreadable_entries_too(store, cache):
 
 def test_clear_names_what_it_could_not_remove(store, monkeypatch, capsys):
     entry = store("mine:build")
-    monkeypatch.setattr(disk_cache.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(disk_cache.DiskCache, "_discard", lambda self, path: False)
     assert main(["cache", "clear"]) == 1
     assert f"could not be removed: {entry.path}" in capsys.readouterr().out
+
+
+def test_clear_refuses_a_name_that_is_no_architecture_and_lists_those_that_are(store, cache, capsys):
+    store("mine:build")
+    for typo in ("sm_99", "sm90a", "sm_70"):
+        with pytest.raises(SystemExit) as end:
+            main(["cache", "clear", "--arch", typo])
+        assert end.value.code == 2
+        text = capsys.readouterr().err
+        assert "argument --arch: " in text
+        assert typo in text
+    with pytest.raises(SystemExit):
+        main(["cache", "clear", "--arch", "sm_99"])
+    assert "sm_80, sm_86, sm_87, sm_89, sm_90, sm_100" in capsys.readouterr().err
+    assert len(cache.paths()) == 1
+
+
+def test_clear_says_what_there_is_where_nothing_is_for_an_architecture(store, capsys):
+    store("mine:build")
+    assert main(["cache", "clear", "--arch", "sm_90"]) == 0
+    assert "no entry is for sm_90; there are some for sm_90a" in capsys.readouterr().out
+
+
+def test_clear_stale_leaves_what_these_sources_and_this_toolchain_made(store, cache, capsys):
+    store("stale:build")
+    current = {
+        "builder": "current:build",
+        "sources": {"cuteforge": disk_cache.source_digest()},
+        "toolchain": cutlass_compat.toolchain_fingerprint(),
+    }
+    for key in (current, {**current, "toolchain": {}}, {**current, "sources": {"cuteforge": "0"}}):
+        cache.store(key, "symbol", {"kernel.o": b"code"})
+    assert main(["cache", "clear", "--stale"]) == 0
+    assert [entry.key for entry in cache.ls()] == [current]
+    assert "removed 3 entries" in capsys.readouterr().out
 
 
 def test_verify_of_sound_entries_is_status_0(store, capsys):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +20,7 @@ from cuteforge.cli.attention import MANY_TOKENS
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch, compile_cache, disk_cache
+from helpers import process
 
 ROTARY = {"family": "rotary", "op": "halves", "head_dim": 64, "dtype": "bfloat16"}
 MERGE = {"family": "attention", "op": "merge", "head_dim": 64, "dtype": "float16"}
@@ -78,7 +85,8 @@ def test_two_processes_fill_the_cache_and_a_second_run_finds_it_full(cache, conf
 def test_what_no_kernel_serves_is_a_row_and_the_rest_is_compiled(config, capfd, monkeypatch):
     """In this process: its table needs no compiler."""
     monkeypatch.setattr(warmup, "compile_all", lambda jobs, n: map(warmup.compile_job, jobs))
-    monkeypatch.setattr(compile_cache, "_compile_and_load", lambda *_: None)
+    monkeypatch.setattr(compile_cache, "_compile", lambda *_: ("entry", {"kernel.o": b"code"}))
+    monkeypatch.setattr(compile_cache, "_load_contents", lambda *_: None)
     assert main(["warmup", "--arch", "sm_90a", "--config", config([TOO_WIDE, ROTARY])]) == 1
     text = capfd.readouterr().out
     assert "FAILED: q: the kernel serves" in rows_of(text, "512")[0]
@@ -89,15 +97,94 @@ def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch):
     def fail(*_):
         raise RuntimeError("registers spilled")
 
-    monkeypatch.setattr(compile_cache, "_compile_and_load", fail)
+    monkeypatch.setattr(compile_cache, "_compile", fail)
     job = warmup.Job(Configuration("rotary", "halves", {"head_dim": 72, "dtype": "float32"}), "sm_90a", "cuda:0")
     outcome = warmup.compile_job(job)
     assert (outcome.status, outcome.reason) == ("failed", "RuntimeError: registers spilled")
 
 
+def test_what_could_not_be_stored_is_a_row_with_the_reason_and_status_1(config, capfd, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(warmup, "compile_all", lambda jobs, n: map(warmup.compile_job, jobs))
+    monkeypatch.setattr(compile_cache, "_compile", lambda *_: ("entry", {"kernel.o": b"code"}))
+    monkeypatch.setattr(compile_cache, "_load_contents", lambda *_: None)
+    monkeypatch.setattr(disk_cache.scratch.tempfile, "mkdtemp", full)
+    assert main(["warmup", "--arch", "sm_90a", "--config", config([ROTARY])]) == 1
+    text = capfd.readouterr().out
+    assert "0 compiled, 0 already there, 0 failed, 1 not stored" in text
+    assert "NOT STORED: [Errno 28] No space left on device" in text
+
+
+def run_warmup(config: str, cache) -> subprocess.Popen:
+    options = ["--arch", "sm_90a", "--jobs", "2", "--config", config]
+    code = (
+        f"from cuteforge.__main__ import main\nif __name__ == '__main__':\n    exit(main(['warmup', *{options!r}]))\n"
+    )
+    return process.start(code, CUTEFORGE_CACHE_DIR=cache)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+@pytest.mark.parametrize("options", ["size=16k", "ro"])
+def test_a_disk_that_is_full_or_read_only_is_status_1(tmp_path, config, options):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"{options},mode=755", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no mounts here: {mounted.stderr.decode().strip()}")
+    try:
+        started = run_warmup(config([ROTARY]), disk)
+        out, err = started.communicate(timeout=180)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert started.returncode == 1, out + err
+    assert "0 compiled, 0 already there, 0 failed, 1 not stored" in out
+    assert ("No space left on device" in out) if "size" in options else ("is read-only for this user" in out)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid` now."""
+    children = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children |= {int(child) for child in path.read_text().split()}
+    return children.union(*map(descendants, children))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
+def test_workers_end_with_warmup_however_it_ends(tmp_path, config, sent, status):
+    """And leave its output: a pipe that they held would keep its reader waiting."""
+    many = [{**ROTARY, "head_dim": 16 * i} for i in range(2, 17)]
+    started = run_warmup(config(many), tmp_path / "cache")
+    deadline = time.monotonic() + 120
+    # Three: two workers, and the tracker of the multiprocessing module.
+    while len(workers := descendants(started.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) >= 3
+    time.sleep(1)
+    started.send_signal(sent)
+    out, err = started.communicate(timeout=20)
+    assert started.returncode == status, out + err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+
+
 def test_a_process_that_dies_fails_its_jobs_only_by_name(monkeypatch):
     class DeadPool:
-        def __init__(self, *_, mp_context):
+        def __init__(self, *_, mp_context, **options):
             assert mp_context.get_start_method() == "spawn"
 
         def submit(self, function, job):
@@ -178,7 +265,7 @@ def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(warmup.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(warmup.torch.cuda, "is_available", lambda: False)
     assert main(["warmup"]) == 1
-    assert "arch: no GPU here" in capsys.readouterr().err
+    assert "cuteforge: --arch: no GPU here to take it from; give --arch sm_90a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,7 +296,7 @@ def test_a_file_that_is_no_json_or_not_there_is_refused(compile_nothing, tmp_pat
 
 def test_a_file_and_options_of_the_presets_exclude_each_other(compile_nothing, tmp_path, config):
     config([ROTARY])
-    with pytest.raises(ContractError, match="config: wanted no family, head dim or dtype beside it"):
+    with pytest.raises(ContractError, match="--config: wanted no --family, --head-dim or --dtype beside it"):
         warmup.run(arch=["sm_90a"], config=tmp_path / "config.json", head_dim=[64])
 
 

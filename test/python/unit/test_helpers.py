@@ -1,11 +1,9 @@
 """The test helpers themselves: a guard that cannot fail guards nothing."""
 
-import json
-
 import pytest
 import torch
 
-from helpers import budget, gpu_record
+from helpers import budget
 from helpers.canary import Canary, Slices, padded_copy, strided_copy
 from helpers.packs import PACKS, Pack, draw
 
@@ -130,70 +128,3 @@ def test_poison_is_where_nothing_is_pooled():
     assert torch.equal(x.kv.isnan(), x.unconsumed)
     assert torch.equal(x.score.isnan(), x.unconsumed)
     assert x.grad_out.isnan().all(1).tolist() == [row >= x.pack.real_rows for row in range(x.total_comp)]
-
-
-def test_gpu_record_check(tmp_path):
-    sources, path = tmp_path / "package", tmp_path / "record.json"
-    sources.mkdir()
-    (sources / "kernel.py").write_text("x = 1\n")
-    (sources / "cli").mkdir()
-    (sources / "cli" / "demo.py").write_text("y = 1\n")
-    assert gpu_record.check(path, sources)[1].startswith("GPU record: none")
-    record = {
-        "gpu": "G", "driver": "1", "date": "today", "digest": gpu_record.digest(sources), "passed": True,
-        "digests": gpu_record.digests(sources), "sources_changed_while_running": False, "files": {"test_a.py": {"passed": 3, "skipped": 1}},
-    }  # fmt: skip
-    path.write_text(json.dumps(record))
-    current, line = gpu_record.check(path, sources)
-    assert current
-    assert line.endswith("3 passed, 1 skipped")
-    path.write_text(json.dumps({**record, "passed": False}))
-    assert "not a pass" in gpu_record.check(path, sources)[1]
-    path.write_text(json.dumps(record))
-    (sources / "cli" / "demo.py").rename(sources / "cli" / "show.py")
-    current, line = gpu_record.check(path, sources)
-    assert current and line.startswith("GPU record: current but for cli/demo.py, cli/show.py, changed since")
-    (sources / "kernel.py").write_text("x = 2\n")
-    current, line = gpu_record.check(path, sources)
-    assert not current and line.startswith("GPU record: STALE, cli/demo.py, cli/show.py, kernel.py changed since")
-    path.write_text(json.dumps({name: value for name, value in record.items() if name != "digests"}))
-    assert "STALE, the sources changed since" in gpu_record.check(path, sources)[1]
-    path.write_text("{")
-    assert "unreadable" in gpu_record.check(path, sources)[1]
-
-
-# A run of pytest inside pytest: one pass, one failure, one skip.
-INNER = """
-import pytest
-
-def test_right():
-    pass
-
-def test_wrong():
-    assert False
-
-@pytest.mark.skip(reason="why not")
-def test_skipped():
-    pass
-"""
-
-
-def test_gpu_record_writes_failures_honestly(tmp_path):
-    (tmp_path / "test_inner.py").write_text(INNER)
-    recorder = gpu_record.Recorder(tmp_path / "record.json")
-    arguments = [
-        str(tmp_path),
-        "-q",
-        f"--rootdir={tmp_path}",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        str(tmp_path / "none.ini"),
-    ]
-    (tmp_path / "none.ini").write_text("[pytest]\n")
-    assert pytest.main(arguments, plugins=[recorder]) == pytest.ExitCode.TESTS_FAILED
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["files"] == {"test_inner.py": {"failed": 1, "passed": 1, "skipped": 1}}
-    assert record["failures"] == ["test_inner.py::test_wrong"]
-    assert list(record["skipped"]) == ["test_inner.py::test_skipped"]
-    assert record["passed"] is False

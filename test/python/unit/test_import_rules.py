@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
 FAMILIES = ("gqa", "rotary", "csa")
 LAYERS = (
     "errors",
+    "arguments",
     "tensor_spec",
     "runtime",
     "device",
@@ -28,9 +28,7 @@ LAYERS = (
     "__main__",
 )
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in ([layer] if isinstance(layer, str) else layer)}
-# The budget is 50 ms. CI runs on two shared cores, where a bare interpreter start varies by as much: it gets three times that.
 IMPORT_BUDGET_MS = 50
-CI_FACTOR = 3
 # What the package must not touch when imported.
 HEAVY = ("torch", "cutlass", "tvm_ffi", "cuda", "numpy", "rich")
 
@@ -199,8 +197,9 @@ def test_errors_and_specs_come_without_torch():
 
 
 def test_import_is_fast():
-    code = "import time; t = time.perf_counter(); import cuteforge; print((time.perf_counter() - t) * 1e3)"
-    assert statistics.median(float(run_python(code)) for _ in range(5)) < IMPORT_BUDGET_MS * CI_FACTOR
+    """In time of the processor, for others may have it meanwhile; the fastest of five."""
+    code = "import time; t = time.process_time(); import cuteforge; print((time.process_time() - t) * 1e3)"
+    assert min(float(run_python(code)) for _ in range(5)) < IMPORT_BUDGET_MS
 
 
 def test_names_are_listed_and_unknown_ones_refused():

@@ -66,7 +66,7 @@ def test_equals_a_plain_loop(tokens, heads, half, rest, interleaved, inverse, po
     assert torch.equal(by_token, looked_up)
 
 
-def test_ro_4_numbers_of_the_report():
+def test_numbers_of_the_report():
     x, table = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), rotary_table(2, 4)
     one = torch.tensor([1])
     for interleaved, want in (

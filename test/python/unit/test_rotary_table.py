@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from cuteforge import ContractError
+from cuteforge import ContractError, UnsupportedError
 from cuteforge.rotary import table
 from cuteforge.rotary.table import (
     LinearScaling,
@@ -43,7 +44,7 @@ GPT_OSS = (
         "beta_slow": 1.0, "truncate": False,
     },
 )  # fmt: skip
-# Positions of report RO-3: beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
+# Positions beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
 RO_3_POSITIONS = (257, 1857, 4095, 15962, 65537, 1000003)
 
 
@@ -166,7 +167,7 @@ def test_yarn_limits_on_one_pair_are_a_step():
 
 
 def test_angles_are_fp64_at_any_position():
-    """RO-3: each entry is the fp64 value rounded once to fp32."""
+    """Each entry is the fp64 value rounded once to fp32."""
     cos, sin = rotary_table(max(RO_3_POSITIONS) + 1, 8)
     for position in RO_3_POSITIONS:
         for i, frequency in enumerate(plain(8, 1e4)):
@@ -217,19 +218,30 @@ def test_device_is_where_asked():
         ("base", {"base": 0.0}),
         ("base", {"base": math.inf}),
         ("base", {"base": math.nan}),
-        ("base", {"base": None}),
+        ("base", {"base": "10000"}),
+        ("base", {"base": 10**400}),
+        ("max_pos", {"max_pos": 2**63}),
+        ("rotary_dim", {"rotary_dim": 2**63}),
         ("scaling", {"scaling": 4.0}),
         ("scaling", {"scaling": "yarn"}),
         (r"scaling\.rope_type", {"scaling": {}}),
         (r"scaling\.rope_type", {"scaling": {"factor": 2.0}}),
-        (r"scaling\.rope_type", {"scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (r"scaling\.rope_type", {"scaling": {"rope_type": "rotate", "factor": 2.0}}),
+        (r"scaling\.full_attention", {"scaling": {"full_attention": {"rope_type": "default"}}}),
+        (r"scaling\.rope_theta", {"scaling": {"rope_type": "default", "rope_theta": "1e6"}}),
+        (
+            r"scaling\.factor",
+            {"scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4096}},
+        ),
+        (r"scaling\.llama_4_scaling_beta", {"scaling": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}),
+        (r"scaling\.1", {"scaling": {"rope_type": "default", 1: 2}}),
+        ("base", {"base": 1e4, "scaling": {"rope_type": "default", "rope_theta": 1e6}}),
         (r"scaling\.rope_type", {"scaling": {"rope_type": ["ntk"], "factor": 2.0}}),
         (r"scaling\.type", {"scaling": {"rope_type": "ntk", "type": "linear", "factor": 2.0}}),
         (r"scaling\.factor", {"scaling": {"rope_type": "linear"}}),
         (r"scaling\.factor", {"scaling": {"rope_type": "default", "factor": 2.0}}),
         (r"scaling\.factor", {"scaling": {"rope_type": "linear", "factor": 0.5}}),
         (r"scaling\.factor", {"scaling": {"rope_type": "ntk", "factor": "2"}}),
-        (r"scaling\.rope_theta", {"scaling": {"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e6}}),
         (r"scaling\.original_max_position_embeddings", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
     ],
 )
@@ -257,3 +269,127 @@ def test_bad_argument_is_refused_by_name(name, arguments):
 def test_bad_scaling_is_refused_by_name(name, make):
     with pytest.raises(ContractError, match=rf"^scaling\.{name}: wanted .*, got "):
         make()
+
+
+# transformers' dictionaries, as they are.
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["dynamic", "longrope", "proportional", "axial"],
+)
+def test_types_of_transformers_that_are_not_served_are_refused_by_name(kind):
+    with pytest.raises(UnsupportedError, match=rf"^scaling\.rope_type: .*'{kind}'"):
+        rotary_table(8, 64, scaling={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+
+
+def test_rope_theta_is_the_base():
+    config = {"rope_type": "default", "rope_theta": 1e6}
+    assert rotary_frequencies(64, scaling=config) == rotary_frequencies(64, 1e6)
+    assert rotary_frequencies(64, 1e6, config) == rotary_frequencies(64, 1e6)
+    assert rotary_frequencies(64, None, None) == rotary_frequencies(64, 1e4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"mrope_section": [16, 24, 24], "mrope_interleaved": True},
+        {"max_position_embeddings": 131072},
+        {"type": "linear"},
+    ],
+)
+def test_keys_that_say_nothing_about_frequencies_change_nothing(more):
+    config = {"rope_type": "linear", "factor": 4.0}
+    assert rotary_frequencies(64, scaling={**config, **more}) == rotary_frequencies(64, scaling=config)
+
+
+def test_multimodal_tables_are_plain_ones():
+    """Which axis's position a pair turns by is up to who reads the table."""
+    config = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    assert rotary_frequencies(128, scaling=config) == rotary_frequencies(128)
+
+
+def test_options_of_none_are_not_given():
+    given = dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"))
+    rotary_dim, base, config = QWEN_2_5
+    assert rotary_frequencies(rotary_dim, base, {**config, **given}) == rotary_frequencies(*QWEN_2_5)
+
+
+def test_numbers_of_numpy_count():
+    config = {"rope_type": "yarn", "factor": np.float32(4), "original_max_position_embeddings": np.int64(32768)}
+    want = rotary_frequencies(*QWEN_2_5)
+    assert rotary_frequencies(np.int32(128), np.float64(1e6), config) == want
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        YarnScaling(3e38, 1, beta_slow=5e-324),
+        YarnScaling(2.0, 2**62, beta_fast=3e38, beta_slow=3e37),
+        YarnScaling(2.0, 1, beta_fast=1e-300, beta_slow=5e-324),
+        Llama3Scaling(3e38, 0.0, 3e38, 2**62),
+        NTKScaling(3e38),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("base", [1 + 2**-52, 3e38])
+def test_extreme_numbers_give_finite_frequencies(scaling, base):
+    frequencies, amplitude = rotary_frequencies(64, base, scaling)
+    assert all(map(math.isfinite, (*frequencies, amplitude)))
+
+
+def configs_of_transformers():
+    pytest.importorskip("transformers")
+    from transformers import GptOssConfig, LlamaConfig, Qwen3Config
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    deepseek = {
+        **yarn,
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    llama, qwen = {"head_dim": 128}, {"head_dim": 128, "rope_theta": 1e6}
+    return {
+        "Llama 3.1": LlamaConfig(**llama, rope_theta=5e5, rope_scaling=LLAMA_3_1[2]),
+        "Llama 3.2": LlamaConfig(head_dim=64, rope_theta=5e5, rope_scaling=LLAMA_3_2_1B[2]),
+        "Llama, linear": LlamaConfig(**llama, rope_scaling={"type": "linear", "factor": 2.5}),
+        "Llama, partial": LlamaConfig(**llama, partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.5}),
+        "Qwen3": Qwen3Config(**qwen),
+        "Qwen3, yarn": Qwen3Config(**qwen, rope_scaling=dict(yarn)),
+        "Qwen3, yarn of DeepSeek": Qwen3Config(**qwen, rope_scaling=deepseek),
+        "Qwen3, yarn with its factor": Qwen3Config(**qwen, rope_scaling={**yarn, "attention_factor": 1.25}),
+        "gpt-oss": GptOssConfig(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama 3.1", "Llama 3.2", "Llama, linear", "Llama, partial", "Qwen3", "Qwen3, yarn", "Qwen3, yarn of DeepSeek",
+        "Qwen3, yarn with its factor", "gpt-oss",
+    ],
+)  # fmt: skip
+def test_tables_equal_those_of_transformers(name):
+    """The dictionary of a config, unchanged; frequencies are fp32 there."""
+    config = configs_of_transformers()[name]
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = config.rope_scaling
+    assert scaling is config.rope_parameters and "rope_theta" in scaling
+    rotary_dim = int(config.head_dim * scaling.get("partial_rotary_factor", 1.0))
+    if scaling["rope_type"] == "default":
+        wanted, amplitude = torch.tensor(plain(rotary_dim, scaling["rope_theta"])), 1.0
+    else:
+        wanted, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    frequencies, got = rotary_frequencies(rotary_dim, scaling=scaling)
+    torch.testing.assert_close(torch.tensor(frequencies, dtype=torch.float32), wanted.float(), rtol=1e-6, atol=0)
+    assert got == pytest.approx(amplitude, rel=1e-12)
+    cos, sin = rotary_table(64, rotary_dim, scaling=scaling)
+    angles = torch.arange(64.0)[:, None] * wanted.float()
+    torch.testing.assert_close(cos, angles.cos() * amplitude, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sin, angles.sin() * amplitude, rtol=1e-5, atol=1e-5)

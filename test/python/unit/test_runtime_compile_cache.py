@@ -3,17 +3,21 @@
 There is no GPU here. A loaded entry is known to be one by its own argument check, which answers before any launch.
 """
 
+import errno
 import gc
 import json
 import os
+import shutil
+import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
 from cuteforge.errors import ContractError
-from cuteforge.runtime import compile_cache, cutlass_compat, disk_cache, streams
+from cuteforge.runtime import compile_cache, cutlass_compat, disk_cache, scratch, streams
 from cuteforge.runtime.compile_cache import KernelKey, load_kernel, stats
 from cuteforge.runtime.disk_cache import DiskCache
 from helpers import process
@@ -43,6 +47,7 @@ def is_entry(function) -> bool:
 
 def counts():
     now = stats()
+    assert now.not_stored == ()
     return now.hits, now.disk_hits, now.compiles, now.size
 
 
@@ -121,9 +126,113 @@ def test_unusable_directory_means_one_warning_and_memory_only(root, monkeypatch,
 def test_nothing_is_left_in_the_temporary_directory(tmp_path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(compile_cache.tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     load_kernel(tiny_key(num_threads=31))
+    monkeypatch.setenv("CUTEFORGE_DISK_CACHE", "0")
+    load_kernel(tiny_key(num_threads=30))
     assert list(scratch.iterdir()) == []
+
+
+def no_room(monkeypatch, places):
+    """Directories of `places` cannot hold another file: where they are in the arguments of mkdtemp, it fails."""
+    make = scratch.tempfile.mkdtemp
+
+    def mkdtemp(prefix, dir=None):
+        if dir in places:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(scratch.tempfile, "mkdtemp", mkdtemp)
+
+
+def test_without_a_temporary_directory_the_kernel_is_linked_beside_the_cache(root, monkeypatch):
+    no_room(monkeypatch, [None])
+    assert is_entry(load_kernel(tiny_key(num_threads=38)).entry)
+    if shutil.which("cc"):
+        assert list(DiskCache(root).ls()[0].files) == ["kernel.so", "kernel.o"]
+
+
+def test_with_room_nowhere_a_kernel_still_runs_and_the_reason_is_kept(root, monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    no_room(monkeypatch, [None, root])
+    assert is_entry(load_kernel(tiny_key(num_threads=39)).entry)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"compiled kernels are not stored in {root}: [Errno 28] No space left on device"
+    ]
+    assert stats().not_stored == ("[Errno 28] No space left on device",)
+    assert stats().compiles == 1
+
+
+def test_where_files_in_memory_do_not_exist_temporary_ones_serve(root, monkeypatch):
+    def missing(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(scratch, "_create_memory_file", missing)
+    monkeypatch.setattr(compile_cache, "_loaded", {})
+    assert is_entry(load_kernel(tiny_key(num_threads=40)).entry)
+    compile_cache.clear()
+    monkeypatch.setattr(compile_cache, "_loaded", {})
+    assert load_kernel(tiny_key(num_threads=40)).origin == "disk"
+
+
+def test_a_python_that_was_built_without_files_in_memory_has_them_all_the_same(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with scratch.path_of(b"code", ".o") as path:
+        assert path.startswith("/proc/self/fd/")
+        with open(path, "rb") as file:
+            assert file.read() == b"code"
+
+
+def test_no_two_libraries_are_loaded_by_one_name():
+    """The loader takes a name that it has seen for what it loaded then, and numbers of closed files come back."""
+    paths = []
+    for i in range(20):
+        with scratch.path_of(b"%d" % i, ".so") as path:
+            paths.append(path)
+            with open(path, "rb") as file:
+                assert file.read() == b"%d" % i
+    assert len(set(paths)) == 20
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def leave(name, age_s=10_000, content="kernel.o"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / content).write_text("")
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+
+    leave("cuteforge-abcd_123")
+    leave("cuteforge-inuse_01")
+    leave("cuteforge-young_01", age_s=60)
+    leave("cuteforge-mywork_1", content="notes.txt")
+    leave("cuteforge-checkout", content="setup.py")
+    leave("cuteforge-0.1.0")
+    with scratch._locked(tmp_path / "cuteforge-inuse_01"):
+        scratch.remove_leftovers()
+    left = {path.name.removeprefix("cuteforge-") for path in tmp_path.iterdir()}
+    assert left == {"inuse_01", "young_01", "mywork_1", "checkout", "0.1.0"}
+
+
+def test_a_compiler_that_is_installed_but_does_not_import_is_refused_with_the_remedy(root):
+    """As after `pip install --target`, where no path file is read."""
+    out = process.run(NO_PATH_FILE)
+    assert "cutlass: the compiler does not import: No module named 'cutlass'" in out
+    assert "nvidia_cutlass_dsl_packages.pth was not read" in out
+    assert "nvidia_cutlass_dsl/dsl_packages to PYTHONPATH" in out
+
+
+NO_PATH_FILE = """
+import sys
+sys.path[:] = [path for path in sys.path if "dsl_packages" not in path]
+from cuteforge import UnsupportedError
+from cuteforge.runtime.compile_cache import load_kernel
+from helpers.tiny_traits import tiny_key
+try:
+    load_kernel(tiny_key())
+except UnsupportedError as error:
+    print(error)
+"""
 
 
 # Damage and staleness.
@@ -158,14 +267,69 @@ def test_damaged_entry_is_rebuilt(root, damage):
     assert load_kernel(tiny_key()).origin == "disk"
 
 
-def test_intact_files_that_do_not_load_are_compiled_again(root, tmp_path, caplog, monkeypatch):
+def test_intact_files_that_do_not_load_are_compiled_again(root, caplog):
     key = tiny_key(num_threads=34)
-    (tmp_path / "kernel.o").write_bytes(b"garbage, faithfully recorded")
-    DiskCache(root).store(compile_cache._facts(key.identity), "tiny_scale", [tmp_path / "kernel.o"])
+    garbage = {"kernel.o": b"garbage, faithfully recorded"}
+    DiskCache(root).store(compile_cache._facts(key.identity), "tiny_scale", garbage)
     kernel = load_kernel(key)
     assert kernel.origin == "compiled"
     assert is_entry(kernel.entry)
     assert "does not load" in caplog.text
+
+
+def rename_symbol(path):
+    manifest = json.loads((path / "entry.json").read_text())
+    (path / "entry.json").write_text(json.dumps({**manifest, "symbol": "not_there"}))
+
+
+def swap_files(path):
+    """A sound entry: the digests are those of the files."""
+    manifest = json.loads((path / "entry.json").read_text())
+    for name in manifest["files"]:
+        (path / name).write_bytes(b"no machine code")
+        manifest["files"][name] = disk_cache.sha256(b"no machine code")
+    (path / "entry.json").write_text(json.dumps(manifest))
+
+
+ONCE = """
+from cuteforge.runtime.compile_cache import load_kernel
+from helpers.tiny_traits import tiny_key
+print(load_kernel(tiny_key(num_threads=35)).origin)
+"""
+
+
+@pytest.mark.parametrize("spoil", [rename_symbol, swap_files])
+def test_an_entry_that_does_not_load_is_built_again_once_and_not_for_ever(root, spoil):
+    assert process.run(ONCE).split() == ["compiled"]
+    (entry,) = DiskCache(root).ls()
+    spoil(entry.path)
+    assert DiskCache(root).verify() == [], "its digests are sound"
+    assert [process.run(ONCE).strip() for _ in range(2)] == ["compiled", "disk"]
+
+
+def test_what_does_not_load_stays_until_a_kernel_that_does_can_replace_it(root, monkeypatch):
+    """Perhaps it is this process in which nothing loads."""
+    load_kernel(tiny_key())
+    compile_cache.clear()
+
+    def fail(*_):
+        raise OSError("nothing loads here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache, "_load_content", fail)
+        with pytest.raises(OSError, match="nothing loads here"):
+            load_kernel(tiny_key())
+    assert load_kernel(tiny_key()).origin == "disk"
+
+
+def test_only_entries_of_other_sources_or_toolchains_are_stale(root, monkeypatch):
+    load_kernel(tiny_key())
+    key = DiskCache(root).ls()[0].key
+    assert not compile_cache.is_stale(key)
+    assert not compile_cache.is_stale({**key, "sources": {**key["sources"], "a_package_that_is_not_here": "0"}})
+    assert compile_cache.is_stale({**key, "sources": {**key["sources"], "cuteforge": "0"}})
+    assert compile_cache.is_stale({**key, "toolchain": {**key["toolchain"], "cuda": "cu99"}})
+    assert compile_cache.is_stale({"builder": "of another form"})
 
 
 def test_other_sources_and_toolchains_share_the_directory(root, monkeypatch):
@@ -188,6 +352,16 @@ def test_sources_edited_while_compiling_are_not_stored_under_the_old_key(root, m
     monkeypatch.setattr(compile_cache, "read_source_digest", lambda package: "edited")
     assert is_entry(load_kernel(tiny_key()).entry)
     assert DiskCache(root).ls() == []
+
+
+def test_sources_that_are_gone_after_compiling_are_no_failure(root, monkeypatch):
+    def gone(package):
+        raise PermissionError(13, "Permission denied", package)
+
+    monkeypatch.setattr(compile_cache, "read_source_digest", gone)
+    assert is_entry(load_kernel(tiny_key()).entry)
+    assert DiskCache(root).ls() == []
+    assert stats().not_stored == ("sources changed since this process read them",)
 
 
 def test_entry_names_everything_that_decided_the_code(root):
@@ -269,7 +443,7 @@ def test_eight_threads_compile_each_key_once(root, tmp_path):
     assert (stats().compiles, stats().size) == (2, 2)
 
 
-def test_eight_processes_on_a_cold_directory_compile_once(root, tmp_path):
+def test_processes_on_a_cold_directory_compile_once(root, tmp_path):
     log = tmp_path / "log"
     code = (
         "from cuteforge.runtime.compile_cache import load_kernel\n"
@@ -280,7 +454,7 @@ def test_eight_processes_on_a_cold_directory_compile_once(root, tmp_path):
         "except TypeError as error:\n"
         "    assert 'Expects 4 parameters' in str(error)\n"
     )
-    started = [process.start(code) for _ in range(8)]
+    started = [process.start(code) for _ in range(4)]
     for each in started:
         process.finish(each)
     assert build_count(log) == 1
@@ -296,7 +470,7 @@ def test_processes_without_locks_are_still_right(root, tmp_path):
         "from helpers.tiny_traits import tiny_key\n"
         "load_kernel(tiny_key())\n"
     )
-    started = [process.start(code) for _ in range(3)]
+    started = [process.start(code) for _ in range(2)]
     for each in started:
         process.finish(each)
     assert DiskCache(root).verify() == []
@@ -351,6 +525,33 @@ def test_all_threads_that_wait_for_a_failing_build_get_its_error(root, tmp_path)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(load, range(4)))
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_the_thread_that_compiles_and_the_others_compile_themselves(root, monkeypatch, interrupt):
+    compiling, go_on = threading.Event(), threading.Event()
+    compile_kernel = compile_cache._compile
+
+    def interrupted_once(*args):
+        monkeypatch.setattr(compile_cache, "_compile", compile_kernel)
+        compiling.set()
+        assert go_on.wait(60)
+        raise interrupt
+
+    monkeypatch.setattr(compile_cache, "_compile", interrupted_once)
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(load_kernel, tiny_key())
+        assert compiling.wait(60)
+        others = [pool.submit(load_kernel, tiny_key()) for _ in range(3)]
+        deadline = time.monotonic() + 60
+        while pool._work_queue.qsize() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        go_on.set()
+        with pytest.raises(interrupt):
+            first.result()
+        assert all(is_entry(other.result().entry) for other in others)
+    assert stats().compiles == 1
 
 
 def test_compiler_errors_pass_through(root):

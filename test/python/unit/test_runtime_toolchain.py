@@ -27,7 +27,7 @@ def test_predicted_flavour_and_library_agree_with_the_real_import():
     out = run(
         "import sys\n"
         "from cuteforge.runtime import cutlass_compat as compat\n"
-        "before, library = compat.cuda_flavour(), compat._runtime_library()\n"
+        "before, library = compat.cuda_flavour(), compat.runtime_library()\n"
         "assert not any(name in sys.modules for name in ('torch', 'cutlass', 'tvm_ffi'))\n"
         "import cutlass\n"
         "from cutlass.base_dsl.env_manager import get_prefix_dsl_libs\n"

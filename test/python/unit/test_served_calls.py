@@ -5,17 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._C._dynamo.guards import _empty_strided_cpu
 
 import cuteforge as cf
-from cuteforge import api_base, known_calls, op_cache
-from cuteforge.csa.compressor import api as csa_api
-from cuteforge.gqa import op as gqa_op
-from cuteforge.gqa import wrapper as gqa_wrapper
-from cuteforge.runtime import env
-from cuteforge.runtime.arch import resolve_arch
-from cuteforge.runtime.lru import LRU
-from helpers.stub_gpu import StubKernel, pass_for_gpu, pass_for_gpu_in_tables
+from cuteforge import known_calls
+from helpers.stub_gpu import stub_wrappers
 
 BF16, I32 = torch.bfloat16, torch.int32
 D = 64
@@ -24,30 +17,7 @@ D = 64
 @pytest.fixture
 def launches(monkeypatch):
     """Arguments of every entry that was called."""
-    launched = []
-    # ops of one test launch into its list
-    monkeypatch.setattr(op_cache, "_ops", LRU(env.cache_size))
-    monkeypatch.setattr(api_base, "load_kernel", lambda key: StubKernel(key, launched))
-    pass_for_gpu(monkeypatch)
-    pass_for_gpu_in_tables(monkeypatch)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    sm_90a = resolve_arch("sm_90a", None)
-    for module in (api_base, csa_api, gqa_op, gqa_wrapper):
-        monkeypatch.setattr(module, "resolve_arch", lambda name, index: sm_90a)
-    monkeypatch.setattr(csa_api.CSACompressorBackward, "_check_workspace", lambda *args: None)
-    written_out = known_calls._written_out
-
-    def without_index(op, *args):
-        # the GPU of a CPU tensor has no index
-        op._compiled.scalars.setdefault(None, op._compiled.scalars[0])
-        return written_out(op, *args)
-
-    monkeypatch.setattr(known_calls, "_written_out", without_index)
-    monkeypatch.setattr(known_calls, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
-    monkeypatch.setattr(known_calls, "current_device", lambda: None)
-    known_calls.forget()
-    yield launched
-    known_calls.forget()
+    yield from stub_wrappers(monkeypatch)
 
 
 def floats(*shape):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cuteforge.api_base import APIBase, Sample
+from cuteforge.arguments import flag, integer, kind_of
 from cuteforge.csa.compressor.config import MAX_RATIO, Problem, Traits, max_ctas, select_traits, workspace_bytes
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.arch import Arch, resolve_arch
@@ -46,7 +47,7 @@ _GRADIENTS = (
 )
 FORWARD = Signature(*_INPUTS, _rows("out", "N d", ("=kv",), role="out"))
 BACKWARD_ATOMIC = Signature(*_INPUTS, *_GRADIENTS)
-BACKWARD = Signature(*_INPUTS, *_GRADIENTS, Operand("workspace", "W", ("uint8",), align_bytes=16, role="out"))
+BACKWARD = Signature(*_INPUTS, *_GRADIENTS, Operand("workspace", "W", ("uint8",), align_bytes=16, role="scratch"))
 
 
 class _Compressor(APIBase):
@@ -63,19 +64,14 @@ class _Compressor(APIBase):
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
         super().__init__(**samples)
-        self.ratio: int = _integer("ratio", ratio)
-        self.coff: int = _integer("coff", coff)
+        self.ratio: int = integer("ratio", ratio)
+        self.coff: int = integer("coff", coff)
 
     def _known(self) -> Dims:
         return {"ratio": self.ratio, "coff": self.coff}
 
     def check_support(self) -> bool:
-        if self.coff not in (1, 2):
-            raise ContractError(f"coff: wanted 1 or 2, got {self.coff}")
-        if self.ratio < 1:
-            raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {self.ratio}")
-        if self.ratio > MAX_RATIO:
-            raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {self.ratio}")
+        check_window(self.ratio, self.coff)
         return super().check_support()
 
     def _check_relations(self, dims: Dims) -> None:
@@ -99,9 +95,8 @@ class _Compressor(APIBase):
     def _scalars(self, arch: Arch) -> tuple[int, ...]:
         return (max_ctas(self._traits(self.dims, arch), arch),)
 
-    def _check_contents(self, operands: tuple) -> None:
-        kv, _, _, cu_seqlens, cu_seqlens_comp = operands[:5]
-        check_offsets(cu_seqlens, cu_seqlens_comp, kv.shape[0], self.ratio)
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_offsets(tensors["cu_seqlens"], tensors["cu_seqlens_comp"], tensors["kv"].shape[0], self.ratio)
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
         return 0
@@ -214,7 +209,7 @@ class CSACompressorBackward(_Compressor):
         coff: int = 2,
         deterministic: bool = True,
     ) -> None:
-        self.deterministic: bool = bool(deterministic)
+        self.deterministic: bool = flag("deterministic", deterministic)
         self.signature: Signature = BACKWARD if self.deterministic else BACKWARD_ATOMIC
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
         super().__init__(
@@ -266,6 +261,7 @@ class CSACompressorBackward(_Compressor):
         if self.deterministic:
             operands = (*operands, workspace)
         else:
+            _check_no_workspace(workspace)
             _refuse_atomics_if_asked()
         self._launch(operands, stream)
 
@@ -280,6 +276,7 @@ class CSACompressorBackward(_Compressor):
         if self.deterministic:
             named["workspace"] = workspace
         else:
+            _check_no_workspace(workspace)
             _refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
@@ -295,11 +292,28 @@ class CSACompressorBackward(_Compressor):
         needed = self.workspace_bytes_on(device_index)
         wanted = f"shape (W) with W >= {needed}, dtype uint8, on cuda:{device_index}"
         if not isinstance(workspace, torch.Tensor):
-            raise ContractError(f"workspace: wanted {wanted}, got {type(workspace).__name__}")
+            raise ContractError(f"workspace: wanted {wanted}, got {kind_of(workspace)}")
         fits = workspace.dim() == 1 and workspace.shape[0] >= needed and workspace.dtype is torch.uint8
         if not fits or workspace.device.index != device_index:
             got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
             raise ContractError(f"workspace: wanted {wanted}, got {got}")
+
+
+def check_window(ratio: Any, coff: Any) -> tuple[int, int]:
+    """Both as ints.
+
+    Raises:
+        ContractError: no ints, or no window.
+        UnsupportedError: a window that is too long.
+    """
+    ratio, coff = integer("ratio", ratio), integer("coff", coff)
+    if coff not in (1, 2):
+        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
+    if ratio < 1:
+        raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {ratio}")
+    if ratio > MAX_RATIO:
+        raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {ratio}")
+    return ratio, coff
 
 
 def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_tokens: int, ratio: int) -> None:
@@ -323,14 +337,14 @@ def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_t
             )
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ContractError(f"{name}: wanted an int, got {value!r}")
-    return int(value)
-
-
 def _too_few_tokens(num_rows: int, num_tokens: int, ratio: int) -> str:
     return f"kv: wanted at least ratio = {ratio} tokens for N = {num_rows} rows, got T = {num_tokens}"
+
+
+def _check_no_workspace(workspace: Any) -> None:
+    """A tensor that nothing needs does no harm; what is none was meant for something else."""
+    if workspace is not None and not isinstance(workspace, torch.Tensor):
+        raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
 
 
 def _refuse_atomics_if_asked() -> None:

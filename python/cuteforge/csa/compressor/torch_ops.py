@@ -14,11 +14,11 @@ from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorFor
 from cuteforge.csa.compressor.wrapper import (
     check_sizes,
     new_gradients,
-    readable,
     row_count,
     run_backward,
     run_forward,
 )
+from cuteforge.op_cache import readable
 from cuteforge.tensor_spec import TensorSpec
 from cuteforge.torch_library import register_op
 

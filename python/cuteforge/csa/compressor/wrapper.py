@@ -8,16 +8,17 @@ import torch
 
 from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
-from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward
+from cuteforge.arguments import flag, integer, kind_of
+from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorForward, check_window
 from cuteforge.errors import ContractError
-from cuteforge.op_cache import dense, run_op
+from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.streams import Stream
 from cuteforge.torch_library import asked_stream, call_op, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
-_INTS = (int, torch.SymInt)
+_MOST_ROWS = 2**31 - 1  # offsets are int32
 _INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,14 +61,14 @@ def csa_compressor_forward_wrapper(
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
-    if stream is None and type(total_comp) is int and total_comp >= 0:
+    if stream is None and type(total_comp) is int and 0 <= total_comp <= _MOST_ROWS:
         known_as = _key_of("csa forward", ratio, head_dim, coff)
         results = known_calls.serve(known_as, inputs, total_comp)
         if results is not None:
             return TupleDict(out=results[0])
-    check_sizes(kv, head_dim, ratio, coff)
-    with asked_stream(stream, kv.device):
-        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, stream, known_as))
+    ratio, coff = check_sizes(kv, head_dim, ratio, coff)
+    with asked_stream(stream, *inputs):
+        return TupleDict(out=_forward(inputs, total_comp, ratio, coff, known_as))
 
 
 def csa_compressor_backward_wrapper(
@@ -100,14 +101,15 @@ def csa_compressor_backward_wrapper(
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), None
     # whether atomics may be used is asked of torch at each call
-    if stream is None and deterministic:
+    if stream is None and deterministic is True:
         known_as = _key_of("csa backward", ratio, head_dim, coff)
         results = known_calls.serve(known_as, inputs)
         if results is not None:
             return TupleDict(grad_kv=results[0], grad_score=results[1], grad_ape=results[2])
-    check_sizes(kv, head_dim, ratio, coff)
-    with asked_stream(stream, kv.device):
-        grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, stream, known_as)
+    ratio, coff = check_sizes(kv, head_dim, ratio, coff)
+    deterministic = flag("deterministic", deterministic)
+    with asked_stream(stream, *inputs):
+        grad_kv, grad_score, grad_ape = _backward(inputs, ratio, coff, deterministic, known_as)
     return TupleDict(grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape)
 
 
@@ -118,10 +120,8 @@ def new_gradients(kv: torch.Tensor, ratio: int) -> Gradients:
     return grad_kv, grad_score, kv.new_empty((ratio, kv.shape[1]), dtype=torch.float32)
 
 
-def run_forward(
-    inputs: tuple, total_comp: int, ratio: int, coff: int, stream: Any = None, known_as: tuple | None = None
-) -> torch.Tensor:
-    """The forward wrapper on CUDA tensors that nothing follows; `stream` is torch's current one, or None.
+def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, known_as: tuple | None = None) -> torch.Tensor:
+    """The forward wrapper on CUDA tensors that nothing follows.
 
     Args:
         known_as: the key under which the call is to be kept, of `known_calls`.
@@ -131,49 +131,43 @@ def run_forward(
     out = kv.new_empty((total_comp, columns // coff))
     config = (ratio, coff)
     key = ("csa forward", kv.dtype, columns, config, kv.get_device())
-    op = run_op(key, _make_forward, inputs, _launch_forward, readable, (out, config, stream))
+    op = run_op(key, _make_forward, inputs, _launch_forward, _readable, (out, config))
     if op is not None:
         known_calls.keep(known_as, inputs, _forward_call, op, out)
     return out
 
 
-def run_backward(
-    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any = None, known_as: tuple | None = None
-) -> Gradients:
+def run_backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, known_as: tuple | None = None) -> Gradients:
     """The backward wrapper, as `run_forward`."""
     kv = inputs[0]
     grads = new_gradients(kv, ratio)
-    config = (ratio, coff, bool(deterministic))
+    config = (ratio, coff, deterministic)
     key = ("csa backward", kv.dtype, kv.shape[1], config, kv.get_device())
-    op = run_op(key, _make_backward, inputs, _launch_backward, readable, (grads, config, stream))
+    op = run_op(key, _make_backward, inputs, _launch_backward, _readable, (grads, config))
     if op is not None:
         known_calls.keep(known_as, inputs, _backward_call, op, grads)
     return grads
 
 
-def _forward(
-    inputs: tuple, total_comp: int | None, ratio: int, coff: int, stream: Any, known_as: tuple | None
-) -> torch.Tensor:
-    """The forward wrapper on torch's current stream, which is `stream` if one was asked for."""
+def _forward(inputs: tuple, total_comp: int | None, ratio: int, coff: int, known_as: tuple | None) -> torch.Tensor:
+    """The forward wrapper on torch's current stream."""
     kv, score, ape, _, cu_seqlens_comp = inputs
     if total_comp is None:
         total_comp = _last_offset(cu_seqlens_comp)
     total_comp = row_count(total_comp)
     if not needs_op(kv, score, ape):
-        return run_forward(inputs, total_comp, ratio, coff, stream, known_as)
+        return run_forward(inputs, total_comp, ratio, coff, known_as)
     operands = dict(zip(_INPUT_NAMES, inputs))
-    return call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff), stream)
+    return call_op("csa_compressor_forward", operands, (*inputs, total_comp, ratio, coff))
 
 
-def _backward(
-    inputs: tuple, ratio: int, coff: int, deterministic: bool, stream: Any, known_as: tuple | None
-) -> Gradients:
+def _backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, known_as: tuple | None) -> Gradients:
     """The backward wrapper, as `_forward`."""
     if not is_traced(inputs[0]):
-        return run_backward(inputs, ratio, coff, deterministic, stream, known_as)
+        return run_backward(inputs, ratio, coff, deterministic, known_as)
     refuse_grad(_INPUT_NAMES, inputs, CSACompressorBackward.__name__)
     operands = dict(zip(_INPUT_NAMES, inputs))
-    return call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic), stream)
+    return call_op("csa_compressor_backward", operands, (*inputs, ratio, coff, deterministic))
 
 
 # Calls that are known: of any number of tokens, segments and rows.
@@ -218,46 +212,42 @@ def _call_of(op: Any, results: list[known_calls.Result], device: torch.device, *
 
 
 def _make_forward(*call: Any) -> CSACompressorForward:
-    *inputs, out, config, _ = call
+    *inputs, out, config = call
     return CSACompressorForward(*inputs, out, *config)
 
 
-def _launch_forward(op: CSACompressorForward, inputs: tuple, out: torch.Tensor, _: tuple, stream: Any) -> None:
-    op._launch((*inputs, out), stream)
+def _launch_forward(op: CSACompressorForward, inputs: tuple, out: torch.Tensor, _: tuple) -> None:
+    op._launch((*inputs, out))
 
 
 def _make_backward(*call: Any) -> CSACompressorBackward:
-    *inputs, grads, config, _ = call
+    *inputs, grads, config = call
     return CSACompressorBackward(*inputs, *grads, *config)
 
 
-def _launch_backward(op: CSACompressorBackward, inputs: tuple, grads: Gradients, _: tuple, stream: Any) -> None:
+def _launch_backward(op: CSACompressorBackward, inputs: tuple, grads: Gradients, _: tuple) -> None:
     needed = op.workspace_bytes_on(inputs[0].get_device())
     workspace = inputs[0].new_empty(needed, dtype=torch.uint8) if needed else None
-    op.execute(*inputs, *grads, workspace, stream)
+    op.execute(*inputs, *grads, workspace)
 
 
-def readable(tensor: Any) -> Any:
-    """`tensor`, or a copy that the kernels read: offsets as int32, rows contiguous and aligned."""
-    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-        return tensor.to(torch.int32)
-    return dense(tensor)
+def _readable(inputs: tuple, *_: Any) -> tuple:
+    return tuple(map(readable, inputs))
 
 
-def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> None:
-    """What is needed to allocate the results; the op checks everything else."""
+def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> tuple[int, int]:
+    """What is needed to allocate the results; the op checks everything else. Returns ratio and coff."""
     shape = kv.shape if isinstance(kv, _Tensor) else ()
     if len(shape) != 2:
-        got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else type(kv).__name__
+        got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else kind_of(kv)
         raise ContractError(f"kv: wanted a tensor of shape (T, coff*d), got {got}")
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
-        raise ContractError(f"ratio: wanted an int of 1 or more, got {ratio!r}")
-    if coff not in (1, 2):
-        raise ContractError(f"coff: wanted 1 or 2, got {coff!r}")
+    ratio, coff = check_window(ratio, coff)
+    head_dim = integer("head_dim", head_dim, least=1, or_none=True)
     columns = shape[1]
     if columns % coff or (head_dim is not None and columns != coff * head_dim):
         wanted = f"coff*d with coff = {coff}" + ("" if head_dim is None else f" and d = {head_dim}")
         raise ContractError(f"kv: wanted {wanted} columns, got {columns}")
+    return ratio, coff
 
 
 def _last_offset(cu_seqlens_comp: Any) -> int:
@@ -266,10 +256,9 @@ def _last_offset(cu_seqlens_comp: Any) -> int:
     count = int(cu_seqlens_comp[-1])
     if is_traced(cu_seqlens_comp):
         torch._check(count >= 0, lambda: "cu_seqlens_comp: wanted a last offset of 0 or more")
+        torch._check(count <= _MOST_ROWS, lambda: f"cu_seqlens_comp: wanted a last offset of at most {_MOST_ROWS}")
     return count
 
 
 def row_count(total_comp: Any) -> int:
-    if isinstance(total_comp, bool) or not isinstance(total_comp, _INTS) or total_comp < 0:
-        raise ContractError(f"total_comp: wanted an int of 0 or more, got {total_comp!r}")
-    return total_comp
+    return integer("total_comp", total_comp, least=0, most=_MOST_ROWS)

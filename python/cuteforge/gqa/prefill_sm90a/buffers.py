@@ -60,6 +60,8 @@ class Buffers(TraceConstant):
         cute.arch.mbarrier_arrive(self.queries.full(stage))
 
     def told(self, stage) -> list:
-        """The fields of a unit."""
+        """The fields of a unit, for all lanes of a warp."""
         words = smem_words(self.info + stage * INFO_BYTES, INFO_BYTES // 4)
-        return [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(UNIT_FIELDS)]
+        fields = [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(UNIT_FIELDS)]
+        cute.arch.sync_warp()  # every lane has read them before lane 0 releases the stage
+        return fields

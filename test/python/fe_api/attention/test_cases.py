@@ -1,7 +1,6 @@
-"""Public bug reports as cases, by id, where dense attention has the same kind of fault to fear.
+"""Public bug reports as cases, where dense attention has the same kind of fault to fear.
 
-Of the run-time ones RT-2 is also in test_graphs_streams.py; RT-4 and RT-5 are about what all families share, and are tested with
-the compressor.
+Captures are also in test_graphs_streams.py. Cold caches and forks are what all families share, and are tested with the compressor.
 """
 
 import itertools
@@ -21,7 +20,7 @@ AD_1_HEADS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
 
 @kinds
 @pytest.mark.parametrize("heads", AD_1_HEADS, ids=str)
-def test_ad_1_every_head_ratio(heads, kind, device):
+def test_every_head_ratio(heads, kind, device):
     """V of KV head j holds j: out is h // group exactly, whatever Q and K are; decode and prefill take the same heads."""
     num_heads, kv_heads = heads
     config = attn.MAIN._replace(group=num_heads // kv_heads)
@@ -35,7 +34,7 @@ def test_ad_1_every_head_ratio(heads, kind, device):
 @kinds
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("capacity", "lengths"), [(3, [1, 3]), (4096, [1, 4095])])
-def test_ad_2_slots_past_the_length_hold_anything(capacity, lengths, poison, kind, device):
+def test_slots_past_the_length_hold_anything(capacity, lengths, poison, kind, device):
     """fp16, one head, D = 64, q = 0.5, K = 0 and V = 1: out = 1, lse = ln(length)."""
     q = torch.full((2, 1, 1, 64), 0.5, dtype=torch.float16, device=device)
     k, v = (torch.full((2, capacity, 1, 64), poison, dtype=torch.float16, device=device) for _ in range(2))
@@ -51,7 +50,7 @@ def test_ad_2_slots_past_the_length_hold_anything(capacity, lengths, poison, kin
 
 @kinds
 @pytest.mark.parametrize("size", [31, 32, 33, 34, 63, 64, 65, 66, 97])
-def test_ad_3_one_physical_head_expanded(size, kind, device):
+def test_one_physical_head_expanded(size, kind, device):
     """Hq = 16 over Hkv = 8 heads of stride 0."""
     x = attn.draw(attn.GROUPS[1], 2, 1, size, 1, device=device, lengths=[size, size - 5])
     q = torch.cat([x.q] * 8, 2)
@@ -68,7 +67,7 @@ def test_ad_3_one_physical_head_expanded(size, kind, device):
 
 
 @kinds
-def test_pf_1_causal_corner_with_fewer_queries_than_keys(kind, device):
+def test_causal_corner_with_fewer_queries_than_keys(kind, device):
     """Q = K = 0 and V[j] = j: 1.5 and 2.0; the other corner gives 0 and 0.5."""
     zeros = torch.zeros(1, 5, 4, 128, dtype=torch.bfloat16, device=device)
     v = torch.arange(5, device=device, dtype=torch.bfloat16).view(1, 5, 1, 1).expand(1, 5, 1, 128).contiguous()
@@ -79,7 +78,7 @@ def test_pf_1_causal_corner_with_fewer_queries_than_keys(kind, device):
     torch.testing.assert_close(results.lse[0, 0], torch.tensor([4.0, 5.0], device=device).log())
 
 
-def test_pf_2_ragged_batch_with_empty_sequences(device):
+def test_ragged_batch_with_empty_sequences(device):
     """Hq = 9, Hkv = 3, D = 64, longest query 1, V = index inside the sequence: rows 1.0 and 2.0."""
     q = torch.randn(2, 9, 64, device=device).bfloat16()
     k = torch.zeros(8, 3, 64, dtype=torch.bfloat16, device=device)
@@ -92,7 +91,7 @@ def test_pf_2_ragged_batch_with_empty_sequences(device):
     torch.testing.assert_close(results.lse, want)
 
 
-def test_pf_3_more_than_2_31_query_elements(device):
+def test_more_than_2_31_query_elements(device):
     """3000 sequences of 100 tokens, 64 heads: the first and last three equal their stand-alone calls."""
     gpu.require_free_memory(16, device)
     count, length, config = 3000, 100, attn.GROUPS[6]
@@ -110,7 +109,7 @@ def test_pf_3_more_than_2_31_query_elements(device):
 
 
 @kinds
-def test_pf_3_requests_more_than_2_31_elements_apart(kind, device):
+def test_requests_more_than_2_31_elements_apart(kind, device):
     """Few elements far apart: five requests 2**30 elements from each other, by stride."""
     gpu.require_free_memory(12, device)
     x = attn.draw(attn.MAIN, 5, 2, 40, device=device)
@@ -125,7 +124,7 @@ def test_pf_3_requests_more_than_2_31_elements_apart(kind, device):
 
 
 @kinds
-def test_pf_4_products_past_the_range_of_fp16(kind, device):
+def test_products_past_the_range_of_fp16(kind, device):
     """q = k = 32 everywhere, 16 keys, V[j] = j: the last query has out 7.5 and lse 11588.01."""
     q = torch.full((1, 16, 4, 128), 32, dtype=torch.float16, device=device)
     v = torch.arange(16, device=device, dtype=torch.float16).view(1, 16, 1, 1).expand(1, 16, 1, 128).contiguous()
@@ -140,7 +139,7 @@ def test_pf_4_products_past_the_range_of_fp16(kind, device):
 
 @pytest.mark.multi_gpu
 @kinds
-def test_rt_1_operands_of_a_gpu_that_is_not_current(kind, device):
+def test_operands_of_a_gpu_that_is_not_current(kind, device):
     """Right on each device, and the current device stays what it was."""
     for index in (1, 0):
         x = attn.draw(attn.MAIN, 3, 2, 1000, device=torch.device("cuda", index))
@@ -154,7 +153,7 @@ def test_rt_1_operands_of_a_gpu_that_is_not_current(kind, device):
 
 @pytest.mark.multi_gpu
 @kinds
-def test_rt_1_operands_on_two_gpus_are_refused_by_name(kind, device):
+def test_operands_on_two_gpus_are_refused_by_name(kind, device):
     x = attn.draw(attn.MAIN, 3, 2, 100, device=torch.device("cuda", 0))
     for name in ("k", "v", "seqlens_k"):
         with pytest.raises(ContractError, match=rf"^{name}\b.*cuda:0.*cuda:1"):
@@ -163,7 +162,7 @@ def test_rt_1_operands_on_two_gpus_are_refused_by_name(kind, device):
 
 @kinds
 @pytest.mark.parametrize("name", ["q", "k", "v", "seqlens_k", "mask"])
-def test_rt_1_cpu_operand_is_named_with_both_devices(name, kind, device):
+def test_cpu_operand_is_named_with_both_devices(name, kind, device):
     x = attn.draw(attn.MAIN, 3, 2, 100, device=device)
     x = x.with_(mask=torch.ones(3, 100, dtype=torch.bool, device=device))
     with pytest.raises(ContractError, match=rf"(?i)^{name}\b.*cuda.*cpu"):
@@ -171,7 +170,7 @@ def test_rt_1_cpu_operand_is_named_with_both_devices(name, kind, device):
 
 
 @kinds
-def test_rt_2_warm_capture_with_lengths_changed_in_place(kind, device):
+def test_warm_capture_with_lengths_changed_in_place(kind, device):
     call = attn.prepare(kind, attn.draw(attn.MAIN, 3, 2, 1000, device=device))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -199,7 +198,7 @@ def variants(device):
 
 
 @kinds
-def test_rt_3_results_do_not_depend_on_call_order(kind, device):
+def test_results_do_not_depend_on_call_order(kind, device):
     inputs = list(variants(device))
     want = [attn.run(kind, x) for x in inputs]
     for results, x in zip(want, inputs):
@@ -210,7 +209,7 @@ def test_rt_3_results_do_not_depend_on_call_order(kind, device):
 
 
 @kinds
-def test_rt_6_parameters_work_under_no_grad(kind, device):
+def test_parameters_work_under_no_grad(kind, device):
     x = attn.draw(attn.MAIN, 3, 2, 100, device=device)
     want = attn.run(kind, x)
     given = x.with_(**{name: torch.nn.Parameter(getattr(x, name)) for name in ("q", "k", "v")})
@@ -222,7 +221,7 @@ def test_rt_6_parameters_work_under_no_grad(kind, device):
 
 @kinds
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_rt_6_operands_that_require_grad_are_refused_by_name(name, kind, device):
+def test_operands_that_require_grad_are_refused_by_name(name, kind, device):
     """There is no backward kernel, and no output silently lacks a graph."""
     call = attn.prepare(kind, attn.draw(attn.MAIN, 3, 2, 100, device=device))
     x = call.x.with_(**{name: getattr(call.x, name).detach().clone().requires_grad_()})
@@ -260,7 +259,7 @@ def run_through(entry, kind, x, device):
 @kinds
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY)
-def test_rt_7_nothing_to_do(sizes, entry, kind, device):
+def test_nothing_to_do(sizes, entry, kind, device):
     """Results of the right shape; queries without keys give 0 and -inf; the next call is right."""
     normal = attn.draw(attn.MAIN, 3, 2, 100, device=device)
     attn.run(kind, normal)
@@ -274,7 +273,7 @@ def test_rt_7_nothing_to_do(sizes, entry, kind, device):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("lens", [([], []), ([0, 0], [0, 0]), ([0], [5]), ([3], [0])], ids=str)
-def test_rt_7_nothing_to_do_in_a_pack(lens, entry, device):
+def test_nothing_to_do_in_a_pack(lens, entry, device):
     normal = attn.draw_ragged(attn.MAIN, [5, 40], [7, 40], device=device)
     attn.run("prefill", normal)
     x = attn.draw_ragged(attn.MAIN, *lens, device=device, spare_tokens=0)
@@ -301,7 +300,7 @@ print("right")
 """
 
 
-def test_rt_8_evicted_configurations_load_again(device):
+def test_evicted_configurations_load_again(device):
     """More of them than the cache may hold, twice round; the directory on disk spares the compiles."""
     assert process.run(BOUNDED_CACHE, CUTEFORGE_CACHE_SIZE=3).split() == ["right"]
 

@@ -13,6 +13,7 @@ from cuteforge import (
 )
 from helpers import budget, csa
 from helpers.canary import padded_copy
+from helpers.gpu import SLEEP_CYCLES
 from helpers.packs import Pack
 from helpers.torch_ops import assert_same_bits
 
@@ -127,7 +128,7 @@ def test_explicit_stream_with_the_graph_freed_at_once(device):
         shapes = [(t.shape, t.dtype) for t in inputs[:3]]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(SLEEP_CYCLES // 10)
         out = forward(x, inputs, stream=side)
         grads = torch.autograd.grad(out, inputs[:3], x.grad_out)
         out = out.detach()

@@ -222,19 +222,23 @@ import gc
 
 configs = [c for c in csa.CONFIGS if c.ratio <= 8][:10]
 levels = []
-for round in range(3):
+
+def grows():
+    (threads_before, free_before), (threads_after, free_after) = levels[-2:]
+    return threads_after > threads_before or free_before - free_after >= 16 * 2**20
+
+# Free memory is of the whole GPU: other processes take some in one round or another, and what is leaked here goes in each.
+while len(levels) < 3 or (grows() and len(levels) < 12):
     for config in configs:
         check(config)
         assert compile_cache.stats().size <= 3, compile_cache.stats()
     gc.collect(); torch.cuda.empty_cache(); torch.cuda.synchronize()
     levels.append((threading.active_count(), torch.cuda.mem_get_info()[0]))
-(threads_1, free_1), (threads_2, free_2) = levels[1:]
-assert threads_2 <= threads_1, levels
-assert free_1 - free_2 < 16 * 2**20, levels
+assert not grows(), levels
 """
 )
 
 
 def test_evicted_kernels_are_right_again_and_memory_levels_off(device):
-    """RT-8 with few configurations and a bound of 3 in place of 300 and 256: more than the bound, three times round."""
+    """Few configurations and a bound of 3, in place of 300 and 256: more than the bound, three times round and more."""
     process.run(EVICTION, CUTEFORGE_CACHE_SIZE=3)

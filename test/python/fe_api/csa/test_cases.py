@@ -1,7 +1,6 @@
-"""Public bug reports as cases, by id, where the compressor has the same kind of fault to fear.
+"""Public bug reports as cases, where the compressor has the same kind of fault to fear.
 
-CS-1 .. CS-5 are the compressor's own. Of the run-time ones RT-2 (capture) is also in test_graphs_streams.py, RT-4
-(cold caches) and RT-8 (eviction) are in test_cache.py, at the full width of the report.
+Captures are also in test_graphs_streams.py. Cold caches and eviction are in test_cache.py, at the full width of the report.
 """
 
 import itertools
@@ -35,7 +34,7 @@ def plain(rows, lengths, device):
 
 @pytest.mark.parametrize("tail", [1e4, torch.nan])
 @pytest.mark.parametrize("beyond", [0, 5])
-def test_cs_1_tokens_after_the_last_block_are_not_pooled(tail, beyond, device):
+def test_tokens_after_the_last_block_are_not_pooled(tail, beyond, device):
     x = plain([1.0, 2.0, 3.0, 4.0, *[tail] * 3, *[torch.nan] * beyond], [7], device)
     assert (csa.run_forward(x) == 2.5).all()
     grads = csa.run_backward(x)
@@ -45,7 +44,7 @@ def test_cs_1_tokens_after_the_last_block_are_not_pooled(tail, beyond, device):
 
 
 @pytest.mark.parametrize("optional", [False, True])
-def test_cs_2_segments_that_start_at_a_full_block(optional, device):
+def test_segments_that_start_at_a_full_block(optional, device):
     x = plain([float(t) for t in range(20)], [3, 4, 5, 0, 8], device)
     options = {"total_comp": 4, "head_dim": D, "stream": torch.cuda.current_stream()} if optional else {}
     out = csa_compressor_forward_wrapper(*x.tensors, **x.config, **options)["out"]
@@ -55,7 +54,7 @@ def test_cs_2_segments_that_start_at_a_full_block(optional, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_cs_3_position_bias_is_never_reinterpreted(dtype, device):
+def test_position_bias_is_never_reinterpreted(dtype, device):
     x = csa.small(csa.CSA, device)
     ape = (torch.arange(4, device=device) / 2)[:, None].repeat(1, x.ape.shape[1])
     x = x.with_(ape=ape)
@@ -71,7 +70,7 @@ def test_cs_3_position_bias_is_never_reinterpreted(dtype, device):
         assert budget.same_bits(got, want)
 
 
-def test_cs_3_int64_offsets(device):
+def test_int64_offsets(device):
     """Read as int32 pairs they would be [0, 0, length, 0, ...]: other segments."""
     x = csa.small(csa.CSA, device)
     tables = (x.cu_seqlens.long(), x.cu_seqlens_comp.long())
@@ -79,7 +78,7 @@ def test_cs_3_int64_offsets(device):
     assert budget.same_bits(got, csa.run_forward(x))
 
 
-def test_cs_4_shapes_are_no_compile_key(device):
+def test_shapes_are_no_compile_key(device):
     """In-process half; test_cache.py counts all compiles of 200 random shapes in a cold process."""
     from cuteforge.runtime import compile_cache
 
@@ -94,7 +93,7 @@ def test_cs_4_shapes_are_no_compile_key(device):
     assert all(call(tokens, segments) == first for tokens, segments in ((501, 2), (5000, 9), (1024, 4), (4, 1)))
 
 
-def test_cs_5_twenty_backward_runs(device):
+def test_twenty_backward_runs(device):
     """T = 4096, D = 128; determinism flags are in test_determinism.py."""
     x = csa.inputs(csa.CSA, Pack((4096,), 4), device)
     want = csa.run_backward(x)
@@ -103,7 +102,7 @@ def test_cs_5_twenty_backward_runs(device):
 
 
 @pytest.mark.multi_gpu
-def test_rt_1_operands_of_a_gpu_that_is_not_current(device):
+def test_operands_of_a_gpu_that_is_not_current(device):
     """Right on each device, and the current device stays what it was."""
     for index in (1, 0):
         x = csa.small(csa.CSA, torch.device("cuda", index))
@@ -116,7 +115,7 @@ def test_rt_1_operands_of_a_gpu_that_is_not_current(device):
 
 
 @pytest.mark.multi_gpu
-def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
+def test_operands_on_two_gpus_are_refused_by_name(device):
     x = csa.small(csa.CSA, torch.device("cuda", 0))
     out = Canary.like(x.grad_out)
     op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile()
@@ -129,7 +128,7 @@ def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
 
 
 @pytest.mark.parametrize("position", range(5))
-def test_rt_1_cpu_operand_is_named_with_both_devices(position, device):
+def test_cpu_operand_is_named_with_both_devices(position, device):
     x = csa.small(csa.CSA, device)
     tensors = [t.cpu() if i == position else t for i, t in enumerate(x.tensors)]
     name = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")[position]
@@ -137,7 +136,7 @@ def test_rt_1_cpu_operand_is_named_with_both_devices(position, device):
         csa_compressor_forward_wrapper(*tensors, **x.config, total_comp=x.total_comp)
 
 
-def test_rt_2_warm_capture_with_lengths_changed_in_place(device):
+def test_warm_capture_with_lengths_changed_in_place(device):
     x = csa.inputs(csa.CSA, Pack((80,), 4, extra_rows=2), device, poison=False)
     out = torch.empty_like(x.grad_out)
     op = CSACompressorForward(*x.tensors, out, **x.config).compile()
@@ -163,7 +162,7 @@ def variants(device):
     yield csa.small(csa.ONE_WINDOW, device)
 
 
-def test_rt_3_results_do_not_depend_on_call_order(device):
+def test_results_do_not_depend_on_call_order(device):
     inputs = list(variants(device))
     want = [csa.run_forward(x) for x in inputs]
     for order in itertools.permutations(range(len(inputs))):
@@ -199,7 +198,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-def test_rt_5_import_and_support_touch_no_gpu_and_fork_works(device):
+def test_import_and_support_touch_no_gpu_and_fork_works(device):
     process.run(FORK)
 
 
@@ -207,7 +206,7 @@ def parameters(x):
     return [torch.nn.Parameter(t) for t in (x.kv, x.score, x.ape)]
 
 
-def test_rt_6_parameters_work_under_no_grad(device):
+def test_parameters_work_under_no_grad(device):
     x = csa.small(csa.CSA, device)
     want, want_grads = csa.run_forward(x), csa.run_backward(x)
     kv, score, ape = parameters(x)
@@ -222,7 +221,7 @@ def test_rt_6_parameters_work_under_no_grad(device):
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_rt_6_class_refuses_operands_that_require_grad_by_name(position, device):
+def test_class_refuses_operands_that_require_grad_by_name(position, device):
     x = csa.small(csa.CSA, device)
     tensors = list(x.tensors)
     tensors[position] = torch.nn.Parameter(tensors[position])
@@ -243,7 +242,7 @@ def test_rt_6_class_refuses_operands_that_require_grad_by_name(position, device)
         canary.check_untouched()
 
 
-def test_rt_6_wrapper_gives_the_right_graph_or_refuses(device):
+def test_wrapper_gives_the_right_graph_or_refuses(device):
     x = csa.small(csa.CSA, device)
     kv, score, ape = parameters(x)
     try:
@@ -273,7 +272,7 @@ def check_empty(out, grads, x, name):
 
 
 @pytest.mark.parametrize("how", ["class", "wrapper", "stream", "capture"])
-def test_rt_7_nothing_to_do(how, device):
+def test_nothing_to_do(how, device):
     """Empty results of the right shape, gradients all zero, and the next call is right."""
     normal = csa.small(csa.CSA, device)
     csa.run_backward(normal)

@@ -1,7 +1,7 @@
-"""Public bug reports as cases, by id, through the paged ops.
+"""Public bug reports as cases, through the paged ops.
 
-PG-1 .. PG-3 are their own (PG-2 is in test_layouts.py); AD-1, AD-2 and PF-1 are the dense ones again, over pages; of
-the run-time ones those that a page table or a length can go wrong in.
+Layouts of pools are in test_layouts.py. Some are the dense ones again, over pages; of the run-time ones those are here that a page
+table or a length can go wrong in.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def far_copy(x, num_pages, first_page):
 
 @pytest.mark.parametrize("kind", ["decode", "append", "prefill"])
 @pytest.mark.parametrize(("num_pages", "first_page", "gib"), FAR_POOLS.values(), ids=FAR_POOLS)
-def test_pg_1_page_numbers_times_page_stride_past_32_bits(num_pages, first_page, gib, kind, device):
+def test_page_numbers_times_page_stride_past_32_bits(num_pages, first_page, gib, kind, device):
     """16384 elements a page: (a) 4.6 GB a pool and (b) 8.8 GB; the same as with the same data in low pages."""
     gpu.require_free_memory(gib, device)
     queries = OPS["prefill"] if kind == "prefill" else 0
@@ -53,7 +53,7 @@ def test_pg_1_page_numbers_times_page_stride_past_32_bits(num_pages, first_page,
 @pytest.mark.parametrize("page_size", paged.PAGE_SIZES)
 @pytest.mark.parametrize("config", [paged.CONFIGS[6], paged.CONFIGS[6]._replace(causal=True)], ids=lambda c: c.label)
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_pg_3_every_page_size(kind, config, page_size, device):
+def test_every_page_size(kind, config, page_size, device):
     """Hq = 28, Hkv = 4, pages in random order, lengths around 128."""
     queries = (1, 1, 100, 129, 64) if kind == "prefill" else 3 if config.causal else 0
     x = paged.draw(config, Batch((1, 127, 128, 129, 1000), page_size, queries, kv_heads=4), device)
@@ -66,7 +66,7 @@ RATIOS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS, ids=str)
 @both_ops
-def test_ad_1_any_number_of_query_heads_for_a_kv_head(queries, heads, kv_heads, page_size, device):
+def test_any_number_of_query_heads_for_a_kv_head(queries, heads, kv_heads, page_size, device):
     """V of KV head j is j everywhere: out is exactly h // G, whatever Q and K are."""
     group = heads // kv_heads
     x = paged.draw(MAIN._replace(group=group), Batch((1, 17, 513), page_size, queries, kv_heads=kv_heads), device)
@@ -81,7 +81,7 @@ def test_ad_1_any_number_of_query_heads_for_a_kv_head(queries, heads, kv_heads, 
 @pytest.mark.parametrize("beyond", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("page_size", [3, 4096])
 @both_ops
-def test_ad_2_nothing_past_the_length_gets_through(queries, page_size, beyond, lengths, device):
+def test_nothing_past_the_length_gets_through(queries, page_size, beyond, lengths, device):
     """fp16, D = 64, q = 0.5, K = 0, V = 1: out 1 and lse ln(length)."""
     config = paged.CAUSAL_FP16._replace(causal=False)
     batch = Batch(lengths, page_size, queries[:2] if queries else 0, kv_heads=1)
@@ -99,7 +99,7 @@ def test_ad_2_nothing_past_the_length_gets_through(queries, page_size, beyond, l
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_pf_1_the_causal_corner_is_at_the_bottom_right(kind, page_size, device):
+def test_the_causal_corner_is_at_the_bottom_right(kind, page_size, device):
     """Two queries, five keys, Q = K = 0, V[j] = j: 1.5 and 2, where the other corner gives 0 and 0.5."""
     queries = (2,) if kind == "prefill" else 2
     x = paged.draw(CAUSAL, Batch((5,), page_size, queries, kv_heads=1), device)
@@ -126,7 +126,7 @@ def variants(queries, device):
 
 
 @pytest.mark.parametrize("queries", [2, PREFILL_QUERIES], ids=["decode", "prefill"])
-def test_rt_3_results_do_not_depend_on_call_order(queries, device):
+def test_results_do_not_depend_on_call_order(queries, device):
     calls = list(variants(queries, device))
     want = [paged.run(x) for x in calls]
     for x, results in zip(calls, want):
@@ -159,7 +159,7 @@ def check_empty(results, x, what):
 
 @pytest.mark.parametrize("how", ["class", "bind", "wrapper", "stream", "capture"])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_rt_7_nothing_to_do(kind, how, device):
+def test_nothing_to_do(kind, how, device):
     """Zeros of the right shape, and the next call is right."""
     normal = paged.draw(MAIN, edges(16, PREFILL_QUERIES if kind == "prefill" else 2), device)
     paged.run(normal)
@@ -179,13 +179,13 @@ def test_rt_7_nothing_to_do(kind, how, device):
         paged.check(paged.run(normal), normal)
 
 
-def test_rt_7_an_append_to_no_requests_stores_nothing(device):
+def test_an_append_to_no_requests_stores_nothing(device):
     x = paged.appending(paged.draw(MAIN, Batch(()), device))
     check_empty(paged.run(x), x, "no requests")
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_rt_6_parameters_work_under_no_grad(kind, device):
+def test_parameters_work_under_no_grad(kind, device):
     x = paged.draw(MAIN, edges(16, PREFILL_QUERIES if kind == "prefill" else 2), device)
     want = paged.run(x)
     learned = x.with_(**{name: torch.nn.Parameter(getattr(x, name)) for name in ("q", "k_cache", "v_cache")})
@@ -197,7 +197,7 @@ def test_rt_6_parameters_work_under_no_grad(kind, device):
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_rt_1_operands_of_a_gpu_that_is_not_current(kind, device):
+def test_operands_of_a_gpu_that_is_not_current(kind, device):
     """Right on each device, and the current device stays what it was."""
     for index in (1, 0):
         there = torch.device("cuda", index)

@@ -189,7 +189,7 @@ def test_wrapper_converts_and_copies_on_the_stream_given(kind, device):
 
 
 def load_code(kind, device):
-    """Loading a kernel at its first launch may take longer than the sleep."""
+    """Loading a kernel at its first launch may wait for the stream that is held."""
     paged.run(at(kind, 3, device))
 
 

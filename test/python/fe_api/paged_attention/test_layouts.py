@@ -1,4 +1,4 @@
-"""PG-2: pools of any layout give the bits of contiguous ones; operands that are views too.
+"""Pools of any layout give the bits of contiguous ones; operands that are views too.
 
 The answer depends on values: none of the strides of pages, tokens and heads follows from the shape.
 """
@@ -18,7 +18,7 @@ views = [place for place in paged.PLACES if place not in ("contiguous", "flat")]
 @pytest.mark.parametrize("page_size", [1, 16, 48, 256])
 @pytest.mark.parametrize("place", views)
 @both_ops
-def test_pg_2_pool_layouts(config, queries, place, page_size, device):
+def test_pool_layouts(config, queries, place, page_size, device):
     x, plain = (paged.draw(config, edges(page_size, queries, place=p), device) for p in (place, "contiguous"))
     assert page_size == 1 or not all(cache.is_contiguous() for cache in x.pools)
     got = paged.run(x)

@@ -55,7 +55,7 @@ def test_gradients_are_the_other_rotation_bit_for_bit(config, inverse, device):
     assert_same_bits(torch.autograd.grad(out, q, grads[0]), want[:1])
 
 
-def test_rt_6_thin_function_carries_the_graph(device):
+def test_thin_function_carries_the_graph(device):
     x, grads = draw(rotary.BY_TOKEN, device)
     q, _ = leaves(x)
     assert_same_bits(torch.autograd.grad(rotary_emb(q, x.table), q, grads[0]), rotated(x, grads, True)[:1])
@@ -136,7 +136,7 @@ def test_autocast_and_deterministic_mode_change_nothing(device):
 
 
 @pytest.mark.parametrize("name", ["cos", "sin", "freqs_cis"])
-def test_rt_6_tables_that_require_grad_are_refused_by_name(name, device):
+def test_tables_that_require_grad_are_refused_by_name(name, device):
     config = rotary.BY_TOKEN if name == "freqs_cis" else rotary.HALVES
     x, _ = draw(config, device)
     given = options(x, **{name: x.lookup[name].clone().requires_grad_()})
@@ -172,7 +172,7 @@ def test_activation_checkpointing(use_reentrant, device):
 
 @MAIN
 @pytest.mark.parametrize("fused", [False, True], ids=["own_memory", "slices_of_one_buffer"])
-def test_rt_6_in_place_on_inner_nodes_of_a_graph(config, fused, device):
+def test_in_place_on_inner_nodes_of_a_graph(config, fused, device):
     """The gradients of the rotation out of place, and its results in the tensors that were given."""
     x, grads = draw(config, device)
     inputs = leaves(x)
@@ -187,7 +187,7 @@ def test_rt_6_in_place_on_inner_nodes_of_a_graph(config, fused, device):
     assert_same_bits(torch.autograd.grad(tuple(results), inputs, grads), rotated(x, grads, True))
 
 
-def test_rt_6_leaves_and_their_views_are_not_written(device):
+def test_leaves_and_their_views_are_not_written(device):
     """As torch has it for any operation in place."""
     x, _ = draw(rotary.HALVES, device)
     leaf, _ = leaves(x)

@@ -1,7 +1,6 @@
-"""Public bug reports as cases, by id, where the rotary op has the same kind of fault to fear.
+"""Public bug reports as cases, where the rotary op has the same kind of fault to fear.
 
-RO-1 .. RO-4 are its own. Of the run-time ones RT-2 is also in test_graphs_streams.py; RT-4 and RT-8 are about the caches that all
-families share, and are tested with the compressor.
+Captures are also in test_graphs_streams.py. The caches that all families share are tested with the compressor.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from helpers.canary import Canary, Slices
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out_of_place"])
 @pytest.mark.parametrize("storage", ["token_major", "head_major"])
-def test_ro_1_one_key_head_is_rotated(storage, in_place, interleaved, device):
+def test_one_key_head_is_rotated(storage, in_place, interleaved, device):
     """fp32, q of 2 heads and k of 1, two tokens; both storages behind the same (B, L, H, D)."""
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -38,7 +37,7 @@ def test_ro_1_one_key_head_is_rotated(storage, in_place, interleaved, device):
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 1), (1, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("stride", [0, 1, 3])
-def test_ro_1_strides_of_size_1_dims_say_nothing(stride, tokens, device):
+def test_strides_of_size_1_dims_say_nothing(stride, tokens, device):
     """Whatever is recorded as the stride of a dim of one element, misaligned or 0."""
     layout = rotary.TWO_PACKED._replace(tokens=tokens, heads=1, kv_heads=1)
     x = rotary.draw(rotary.HALVES, layout, device)
@@ -57,7 +56,7 @@ def test_ro_1_strides_of_size_1_dims_say_nothing(stride, tokens, device):
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_ro_2_slices_of_wider_buffers_with_other_strides(index, interleaved, device):
+def test_slices_of_wider_buffers_with_other_strides(index, interleaved, device):
     """The report's shapes: q (8, 64, 64) strides (16384, 256, 1), k (8, 1, 64) strides (2624, 64, 1), fp32 cache (203008, 64)."""
     generator = torch.Generator(device=device).manual_seed(0)
     q_buffer = torch.randn(8, 64, 256, generator=generator, device=device).bfloat16()
@@ -81,7 +80,7 @@ RO_3_POSITIONS = (257, 1857, 4095, 15962, 65537, 1000003)
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
-def test_ro_3_angles_at_long_positions(interleaved, autocast, device):
+def test_angles_at_long_positions(interleaved, autocast, device):
     """x = 1, D = 128: within one bf16 ulp of the fp64 angles, table and rotation both made under autocast."""
     positions = torch.tensor(RO_3_POSITIONS, device=device)
     x = torch.ones(len(RO_3_POSITIONS), 1, 128, dtype=torch.bfloat16, device=device)
@@ -98,7 +97,7 @@ def test_ro_3_angles_at_long_positions(interleaved, autocast, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_ro_3_a_table_of_another_precision_is_refused_by_name(dtype, device):
+def test_a_table_of_another_precision_is_refused_by_name(dtype, device):
     x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
     cos, sin = (t.to(dtype) for t in x.table)
     with pytest.raises(ContractError, match=r"^cos\b.*float32"):
@@ -115,7 +114,7 @@ RO_4 = {False: [-1.9841, 1.9599, 2.4624, 4.0198], True: [-1.1426, 1.9221, 2.9599
 
 @pytest.mark.parametrize("interleaved", RO_4, ids=["halves", "interleaved"])
 @pytest.mark.parametrize("by_token", [False, True], ids=["positions", "freqs_cis"])
-def test_ro_4_the_pairing_flag_is_obeyed(by_token, interleaved, device):
+def test_the_pairing_flag_is_obeyed(by_token, interleaved, device):
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], device=device)
     cos, sin = rotary_table(2, 4, device=device)
     table = {"cos": cos, "sin": sin, "positions": torch.tensor([1], device=device)}
@@ -129,7 +128,7 @@ def test_ro_4_the_pairing_flag_is_obeyed(by_token, interleaved, device):
 
 
 @pytest.mark.multi_gpu
-def test_rt_1_operands_of_a_gpu_that_is_not_current(device):
+def test_operands_of_a_gpu_that_is_not_current(device):
     """Right on each device, and the current device stays what it was."""
     for index in (1, 0):
         x = rotary.draw(rotary.HALVES, rotary.FUSED, torch.device("cuda", index))
@@ -140,7 +139,7 @@ def test_rt_1_operands_of_a_gpu_that_is_not_current(device):
 
 
 @pytest.mark.multi_gpu
-def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
+def test_operands_on_two_gpus_are_refused_by_name(device):
     x = rotary.draw(rotary.HALVES, rotary.TWO_PACKED, torch.device("cuda", 0))
     with pytest.raises(ContractError, match=r"^k\b.*cuda:0.*cuda:1"):
         rotary_qk_wrapper(x.x, gpu.moved(x.k, 1), **x.lookup)
@@ -149,7 +148,7 @@ def test_rt_1_operands_on_two_gpus_are_refused_by_name(device):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "cos", "sin", "positions", "freqs_cis"])
-def test_rt_1_cpu_operand_is_named_with_both_devices(name, device):
+def test_cpu_operand_is_named_with_both_devices(name, device):
     config = rotary.BY_TOKEN if name == "freqs_cis" else rotary.HALVES
     x = rotary.draw(config, rotary.TWO_PACKED, device)
     operands = {"q": x.x, "k": x.k, **x.lookup}
@@ -158,7 +157,7 @@ def test_rt_1_cpu_operand_is_named_with_both_devices(name, device):
         rotary_qk_wrapper(**operands)
 
 
-def test_rt_2_warm_capture_with_positions_changed_in_place(device):
+def test_warm_capture_with_positions_changed_in_place(device):
     x = rotary.draw(rotary.HALVES, rotary.TWO_PACKED, device)
     memory = rotary.arrange(x, rotary.TWO_PACKED)
     op = rotary.compiled(memory.inputs, memory.outputs)
@@ -187,7 +186,7 @@ def variants(device):
     yield x.with_(positions=x.positions.int()), {}
 
 
-def test_rt_3_results_do_not_depend_on_call_order(device):
+def test_results_do_not_depend_on_call_order(device):
     calls = list(variants(device))
     want = [rotary.run(x, rotary.TWO_PACKED, **options) for x, options in calls]
     for order in itertools.islice(itertools.permutations(range(len(calls))), 0, 5040, 61):
@@ -220,11 +219,11 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-def test_rt_5_import_and_support_touch_no_gpu_and_fork_works(device):
+def test_import_and_support_touch_no_gpu_and_fork_works(device):
     process.run(FORK)
 
 
-def test_rt_6_parameters_work_under_no_grad(device):
+def test_parameters_work_under_no_grad(device):
     x = rotary.draw(rotary.HALVES, rotary.TWO_PACKED, device)
     want = rotary.run(x, rotary.TWO_PACKED)
     q, k = torch.nn.Parameter(x.x), torch.nn.Parameter(x.k)
@@ -238,7 +237,7 @@ def test_rt_6_parameters_work_under_no_grad(device):
 
 
 @pytest.mark.parametrize("name", ["x", "k", "cos"])
-def test_rt_6_class_refuses_operands_that_require_grad_by_name(name, device):
+def test_class_refuses_operands_that_require_grad_by_name(name, device):
     x = rotary.draw(rotary.HALVES, rotary.TWO_PACKED, device)
     memory = rotary.arrange(x, rotary.TWO_PACKED)
     op = rotary.compiled(memory.inputs, memory.outputs)
@@ -255,7 +254,7 @@ def test_rt_6_class_refuses_operands_that_require_grad_by_name(name, device):
 
 
 @pytest.mark.parametrize("config", rotary.MAIN_CONFIGS, ids=lambda c: c.label)
-def test_rt_6_wrappers_give_the_right_graph_or_refuse(config, device):
+def test_wrappers_give_the_right_graph_or_refuse(config, device):
     """The gradient is the inverse rotation, also through the thin function."""
     x = rotary.draw(config, rotary.TWO_PACKED, device)
     q, k = (torch.nn.Parameter(t) for t in (x.x, x.k))
@@ -273,7 +272,7 @@ def test_rt_6_wrappers_give_the_right_graph_or_refuse(config, device):
         assert budget.same_bits(got, want["out"])
 
 
-def test_rt_6_a_leaf_is_not_rotated_in_place(device):
+def test_a_leaf_is_not_rotated_in_place(device):
     """As torch has it for any leaf that requires grad: refused, and nothing written."""
     x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
     leaf = torch.nn.Parameter(x.x.clone())
@@ -288,7 +287,7 @@ EMPTY = {"no_tokens": (0,), "no_batch": (0, 5), "batches_of_nothing": (5, 0)}
 @pytest.mark.parametrize("tokens", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("config", [rotary.HALVES, rotary.BY_TOKEN], ids=lambda c: c.label)
 @pytest.mark.parametrize("how", ["class", "bind", "wrapper", "stream", "capture"])
-def test_rt_7_nothing_to_do(how, config, tokens, device):
+def test_nothing_to_do(how, config, tokens, device):
     """Empty results of the right shape, nothing launched, and the next call is right."""
     layout = rotary.TWO_PACKED._replace(tokens=tokens)
     x, normal = rotary.draw(config, layout, device), rotary.draw(config, rotary.TWO_PACKED, device)

@@ -250,7 +250,7 @@ class APIBase:
         self.signature.check_layouts(specs, dims)
         self.signature.bind_pointers(tensors, dims)
 
-    def check_given(self, inputs: tuple) -> None:
+    def check_given(self, inputs: tuple[Any, ...]) -> None:
         """Check the contents of the inputs of a wrapper, as they were given: indices may be int64, which kernels do not read. Synchronizes.
 
         Args:

@@ -38,6 +38,7 @@ NEIGHBOURS = {
 ANY = {
     "APIBase.__call__.named",
     "APIBase.check_call.operands",
+    "APIBase.check_given.inputs",
     "AttentionBackend.forward.options",
     "AttentionBackend.fwd_decode.options",
     "AttentionBackend.fwd_prefill.options",

@@ -80,7 +80,7 @@ def _with_nan_rows(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, is_squar
     They are where the query is NaN, or every key that it sees: all of them, or in a square those up to its own.
     """
     if not k.shape[1]:
-        return out
+        return out.masked_fill(out.isnan(), 0)  # without keys some versions hand a NaN query through
     unknown = k.isnan().any(-1)
     unknown = unknown.long().cummin(1).values.bool() if is_square else unknown.all(1, keepdim=True)
     rows = q.isnan().any(-1) | unknown.repeat_interleave(q.shape[2] // k.shape[2], 2)

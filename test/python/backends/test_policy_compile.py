@@ -195,7 +195,7 @@ USES = {
     "by name": lambda x: results(x)["out"] - results(x)["lse"],
     "by number": lambda x: results(x)[0] - results(x)[-1],
     "slice": lambda x: results(x)[:2][1],
-    "loop": lambda x: sum([value for value in results(x)]),
+    "loop": lambda x: sum([2 * value for value in results(x)]),
     "tuple": lambda x: torch.add(*tuple(results(x))),
     "keywords": lambda x: (lambda out, lse: out - lse)(**results(x)),
     "values": lambda x: torch.add(*results(x).values()),

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cuteforge import known_calls
 from cuteforge.backends import registry
-from cuteforge.backends.arguments import flag
+from cuteforge.backends.arguments import flag, require_tensor
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.backends.selection import (
     Candidate,
@@ -102,6 +102,9 @@ def explain_rotary_emb(
 
 def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
     """(freqs_cis,) or (cos, sin, positions), real and with the dims of x."""
+    for name, tensor in (("x", x), ("freqs_cis", freqs_cis), ("cos", cos), ("sin", sin), ("positions", positions)):
+        if tensor is not None or name == "x":
+            require_tensor(name, tensor)
     check_heads(x, "x")
     if isinstance(freqs_cis, torch.Tensor) and freqs_cis.is_complex():
         freqs_cis = torch.view_as_real(freqs_cis)

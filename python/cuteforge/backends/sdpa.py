@@ -82,7 +82,7 @@ def _with_nan_rows(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, is_squar
     They are where the query is NaN, or every key that it sees: all of them, or in a square those up to its own.
     """
     if not k.shape[1]:
-        return out
+        return out.masked_fill(out.isnan(), 0)  # without keys some versions hand a NaN query through
     unknown = k.isnan().any(-1)
     unknown = unknown.long().cummin(1).values.bool() if is_square else unknown.all(1, keepdim=True)
     rows = q.isnan().any(-1) | unknown.repeat_interleave(q.shape[2] // k.shape[2], 2)
@@ -100,12 +100,15 @@ def _attend_by_scores(
         sinks: ``(Hq,)`` logits without values.
     """
     dtype, (batch, length, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
-    kv_heads, is_empty = k.shape[2], None
+    is_empty = None
     if keep is not None:
         is_empty = ~keep.any(-1, keepdim=True)
         q = q.masked_fill(is_empty.transpose(1, 2), 0)
-    grouped = q.to(dtype).view(batch, length, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("blhgd,bshd->bhgls", grouped, k.to(dtype)).flatten(1, 2)
+    keys, values = (x.transpose(1, 2).to(dtype) for x in (k, v))
+    # The query heads that read a KV head, one after the other.
+    rows = heads // k.shape[2] * length
+    grouped = q.transpose(1, 2).to(dtype).reshape(batch, k.shape[2], rows, dim)
+    scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, length, k.shape[1])
     scores = scores * (dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -113,8 +116,10 @@ def _attend_by_scores(
         scores = scores.masked_fill(~(keep | is_empty), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[1]].unflatten(1, (kv_heads, -1))
-    out = torch.einsum("bhgls,bshd->bhgld", weights, v.to(dtype)).flatten(1, 2)
+    weights = torch.softmax(scores, -1)
+    weights = weights if sinks is None else weights[..., :-1]
+    out = weights.reshape(batch, k.shape[2], rows, k.shape[1]) @ values
+    out = out.view(batch, heads, length, v.shape[3])
     if is_empty is not None:
         out = out.masked_fill(is_empty, 0)
     return out.transpose(1, 2).to(q.dtype)

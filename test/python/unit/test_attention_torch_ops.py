@@ -534,7 +534,7 @@ def dense_step(q, k, v, seqlens_k, mask):
     options = {"seqlens_k": seqlens_k, "mask": mask, "return_lse": True}
     first = attn.WRAPPERS["decode"](q * 2, k, v, **options, causal=True)
     second = attn.WRAPPERS["prefill"](q, k, v, **options, softmax_scale=0.5)
-    joined = merge_state(*first, *second)
+    joined = merge_state(*tuple(first), *tuple(second))  # torch 2.11 and 2.12 trace no two bare stars
     return joined["out"] + 1, joined["lse"]
 
 

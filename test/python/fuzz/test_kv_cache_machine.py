@@ -182,6 +182,10 @@ class Machine(RuleBasedStateMachine):
                 if before % self.page_size == 0 and not sequence.has_hole:
                     sequence.found = self.whole_pages(sequence)
 
+    def note_refused_bind(self):
+        if self.step and len(self.step.stored) == self.layers:
+            self.step.is_final = True
+
     def undo(self):
         for number, (before, _) in self.step.spans.items():
             sequence = self.sequences[number]
@@ -227,8 +231,7 @@ class Machine(RuleBasedStateMachine):
         error = self.refusal_of(numbers, counts)
         if error is not None:
             self.refused(call, error)
-            if self.step and len(self.step.stored) == self.layers:
-                self.step.is_final = True
+            self.note_refused_bind()
             return
         call()
         self.begin(data, numbers, counts, num_rows, is_decode)
@@ -345,8 +348,7 @@ class Machine(RuleBasedStateMachine):
         if error is not None:
             empty = [torch.zeros(len(numbers), self.layers, *shape, dtype=FP64) for shape in self.shapes()]
             self.refused(lambda: self.graph(numbers, *empty), error)
-            if self.step and len(self.step.stored) == self.layers:
-                self.step.is_final = True
+            self.note_refused_bind()
             return
         self.begin(data, numbers, [1] * len(numbers), len(numbers), True)
         inputs = [torch.stack(rows, 1) for rows in zip(*map(self.new_tokens, range(self.layers)))]
@@ -387,12 +389,8 @@ class Machine(RuleBasedStateMachine):
             self.refused(calls[name], *REFUSALS, RuntimeError)
         else:
             self.refused(calls[name], *REFUSALS)
-        if (
-            self.step
-            and len(self.step.stored) == self.layers
-            and name in ("bind_prefill", "lengths", "bind_decode", "pad_to")
-        ):
-            self.step.is_final = True
+        if name in ("bind_prefill", "lengths", "bind_decode", "pad_to", "graph", "inputs"):
+            self.note_refused_bind()
 
     # What is compared.
 

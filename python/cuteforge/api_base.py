@@ -13,7 +13,7 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
-from cuteforge.runtime.launch import Launch, bound_launch, count_writes, entry_of, launch_of, translate_error
+from cuteforge.runtime.launch import Launch, bound_launch, entry_of, launch_of, translate_error
 from cuteforge.runtime.seen import Seen, Varying
 from cuteforge.runtime.streams import Stream, current_stream_query, is_capturing, record_streams, stream_handle
 from cuteforge.tensor_spec import Dims, Signature, TensorSpec
@@ -250,7 +250,7 @@ class APIBase:
         self.signature.check_layouts(specs, dims)
         self.signature.bind_pointers(tensors, dims)
 
-    def check_given(self, inputs: tuple) -> None:
+    def check_given(self, inputs: tuple[Any, ...]) -> None:
         """Check the contents of the inputs of a wrapper, as they were given: indices may be int64, which kernels do not read. Synchronizes.
 
         Args:
@@ -288,7 +288,6 @@ class APIBase:
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, operands)
             raise
-        count_writes(self._written(operands))
         if stream is not None:
             record_streams(operands, stream, operands[0].get_device())
 
@@ -309,7 +308,7 @@ class APIBase:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, raw_stream)
+        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, self._written, raw_stream)
         if compiled.seen.is_due() and not self._is_empty(operands):
             names = self.signature.names
             agreeing = [names.index(name) for name in self._agreeing]
@@ -322,7 +321,8 @@ class APIBase:
             self._check_on_request(operands)
         device = operands[0].get_device()
         handle = raw_stream(device) if stream is None else stream_handle(stream, device)
-        return launch_of(entry_of(compiled.kernel), device, compiled.scalars[device], self._arrange, lambda _: handle)
+        entry, scalars = entry_of(compiled.kernel), compiled.scalars[device]
+        return launch_of(entry, device, scalars, self._arrange, self._written, lambda _: handle)
 
     def _explain(self, error: Exception, operands: tuple) -> None:
         """Raise the error that names what a compiled entry refused; return when `error` says it best."""

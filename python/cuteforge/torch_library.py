@@ -6,6 +6,7 @@ does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -211,9 +212,53 @@ def _define(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None:
     qualified = f"{_NAMESPACE}::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, cuda, "CUDA")
-    _library.impl(name, cpu, "CPU")
-    torch.library.register_fake(qualified, fake, lib=_library)
+    _library.impl(name, without_autocast(cpu), "CPU")
+    names = [argument.name for argument in _op(name)._schema.arguments]
+    torch.library.register_fake(qualified, _on_one_device(names, fake), lib=_library)
     torch.library.register_vmap(qualified, lambda *_: _refuse(qualified, "is not served by torch.vmap"), lib=_library)
+
+
+def _on_one_device(names: Iterable[str], fake: Callable) -> Callable:
+    """`fake` for tensors on one device only: torch calls it as soon as one tensor is on the meta device, wherever the others are."""
+
+    def checked(*inputs: Any) -> Any:
+        require_one_device({name: x for name, x in zip(names, inputs) if isinstance(x, _Tensor)})
+        return fake(*inputs)
+
+    return checked
+
+
+def require_one_device(operands: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors on more than one device.
+
+    Raises:
+        ContractError: names the first that is not where the first of all is.
+    """
+    (first_name, first), *others = operands.items()
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ContractError(
+                f"{name}: wanted a tensor on {first.device}, as {first_name}, got one on {tensor.device}"
+            )
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device. The meta device has none, and torch refuses the question."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """`function`, which takes a tensor first, under no autocast: eager code keeps the dtypes that it asks for."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any) -> Any:
+        device_type = inputs[0].device.type
+        if not autocasts(device_type):
+            return function(*inputs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*inputs)
+
+    return run
 
 
 def _autograd_kernel(op: Any, save: Callable | None, backward: Callable | None, constants: frozenset[str]) -> Callable:

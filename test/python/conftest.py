@@ -9,12 +9,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from helpers import fuzz as fuzzing
 from helpers import parallel, recorder
 
 _GPU_TESTS = Path(__file__).parent / "fe_api"
+# An example that takes long, or is drawn slowly, is no fault: other processes have the machine too.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser) -> None:

@@ -6,26 +6,35 @@ import contextlib
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo import assume_constant_result
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from cuteforge import known_calls
 from cuteforge.backends import registry
+from cuteforge.backends.arguments import integer, require_tensor
 from cuteforge.backends.kernels import Spec, kernel_refusals
-from cuteforge.backends.selection import Candidate, Decision, Policy, constants, derivative_of, dtype_named
+from cuteforge.backends.selection import (
+    Candidate,
+    Decision,
+    Policy,
+    constant_result,
+    constants,
+    derivative_of,
+    dtype_named,
+)
 from cuteforge.csa.compressor import (
     CSACompressorBackward,
     CSACompressorForward,
     csa_compressor_forward_wrapper,
     reference,
 )
-from cuteforge.csa.compressor.wrapper import check_sizes, known_forward, new_gradients, readable, row_count
+from cuteforge.csa.compressor.wrapper import check_sizes, known_forward, new_gradients, readable
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import env
 from cuteforge.tensor_spec import TensorSpec
-from cuteforge.torch_library import is_traced, register_op
+from cuteforge.torch_library import is_traced, register_op, require_one_device, without_autocast
 
-_INPUTS = "Tensor kv, Tensor score, Tensor ape, Tensor cu_seqlens, Tensor cu_seqlens_comp"
+_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
+_INPUTS = ", ".join(f"Tensor {name}" for name in _NAMES)
 
 
 class Request(NamedTuple):
@@ -76,10 +85,10 @@ def compress(
         results = known_calls.serve(known_as, inputs, total_comp)
         if results is not None:
             return results[0]
+    ratio, coff, total_comp = _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp)
     request = _facts(kv, score, ape, ratio, coff)
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
     if cu_seqlens_comp is None:
-        _check_offsets(cu_seqlens)
         cu_seqlens_comp = reference.build_cu_seqlens_comp(cu_seqlens, ratio)
     result = chosen.run(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp)
     # offsets that are built are new at each call
@@ -92,21 +101,45 @@ def explain_compress(
     kv, score, ape, cu_seqlens, *, ratio=4, coff=2, cu_seqlens_comp=None, total_comp=None, backend=None
 ) -> Decision:
     """What `compress` would do with these arguments; see `explain.explain`."""
+    ratio, coff, total_comp = _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp)
     return _policy.decide(_facts(kv, score, ape, ratio, coff), backend)
 
 
-def _facts(kv: Any, score: Any, ape: Any, ratio: int, coff: int) -> Request:
+def _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp) -> tuple[int, int, int | None]:
+    """What both backends need of the arguments, before anything is computed from them. Returns ratio, coff and total_comp.
+
+    Raises:
+        ContractError: names the argument.
+    """
+    tensors = dict(zip(_NAMES, (kv, score, ape, cu_seqlens, cu_seqlens_comp)))
+    if cu_seqlens_comp is None:
+        del tensors["cu_seqlens_comp"]
+    for name, x in tensors.items():
+        require_tensor(name, x)
+    require_one_device(tensors)
+    ratio, coff = integer("ratio", ratio, 1), integer("coff", coff, 1)
     check_sizes(kv, None, ratio, coff)
-    for name, x in (("score", score), ("ape", ape)):
-        if not isinstance(x, torch.Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
+    for name in ("cu_seqlens", "cu_seqlens_comp"):
+        if name in tensors:
+            _check_offsets(name, tensors[name])
+    if total_comp is not None:
+        total_comp = integer("total_comp", total_comp, 0)
+    elif kv.is_meta:
+        raise ContractError(
+            "total_comp: wanted a number of rows: cu_seqlens is on the meta device, which holds no values, got None"
+        )
+    return ratio, coff, total_comp
+
+
+def _facts(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, ratio: int, coff: int) -> Request:
     return Request(kv.device, kv.dtype, kv.shape[1], ratio, coff, derivative_of(kv, score, ape))
 
 
-def _check_offsets(cu_seqlens: Any) -> None:
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        got = f"shape {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
-        raise ContractError(f"cu_seqlens: wanted a tensor of shape (B+1), got {got}")
+def _check_offsets(name: str, offsets: torch.Tensor) -> None:
+    if offsets.dim() != 1 or not len(offsets):
+        raise ContractError(f"{name}: wanted a tensor of shape (B+1), got shape {tuple(offsets.shape)}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ContractError(f"{name}: wanted dtype int32 or int64, got {offsets.dtype}")
 
 
 # The kernels.
@@ -136,9 +169,18 @@ def _run_kernel(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_
 
 
 def _run_eager(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp) -> torch.Tensor:
-    total_comp = row_count(int(cu_seqlens_comp[-1]) if total_comp is None else total_comp)
+    total_comp = _last_offset(cu_seqlens_comp) if total_comp is None else total_comp
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
     return torch.ops.cuteforge.csa_compressor_eager.default(*inputs, total_comp, ratio, coff)
+
+
+def _last_offset(cu_seqlens_comp: torch.Tensor) -> int:
+    count = int(cu_seqlens_comp[-1])
+    if is_compiling():
+        torch._check(count >= 0)
+    elif count < 0:
+        raise ContractError(f"cu_seqlens_comp: wanted a last offset of 0 or more, got {count}")
+    return count
 
 
 def _forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp: int, ratio: int, coff: int) -> torch.Tensor:
@@ -164,9 +206,7 @@ def _backward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio:
 
 def _check_contract(op_class: type, tensors: tuple, ratio: int, coff: int) -> None:
     """Refuse what contradicts the signature of the kernels. Their limits are none of eager torch."""
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise ContractError(f"cu_seqlens: wanted all tensors on one device, got {', '.join(map(str, devices))}")
+    require_one_device(dict(zip(_NAMES, tensors)))
     with contextlib.suppress(UnsupportedError):
         op_class(*(TensorSpec(tuple(t.shape), t.dtype) for t in tensors), ratio, coff).check_support()
 
@@ -185,13 +225,13 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple:
 
 register_op(
     f"csa_compressor_eager_backward({_INPUTS}, Tensor grad_out, int ratio, int coff) -> (Tensor, Tensor, Tensor)",
-    cuda=_backward,
+    cuda=without_autocast(_backward),
     cpu=_backward,
     fake=_backward_fake,
 )
 register_op(
     f"csa_compressor_eager({_INPUTS}, SymInt total_comp, int ratio, int coff) -> Tensor",
-    cuda=_forward,
+    cuda=without_autocast(_forward),
     cpu=_forward,
     fake=_forward_fake,
     save=_save,
@@ -214,7 +254,7 @@ def _choose_traced(request: Request, backend: Any) -> Candidate:
     return _CANDIDATES[_name_traced(str(request.device), str(request.dtype), sizes, request.derivative, backend)]
 
 
-@assume_constant_result
+@constant_result
 def _name_traced(device: str, dtype: str, sizes: tuple[int, ...], derivative: str | None, backend: Any) -> str:
     request = Request(torch.device(device), dtype_named(dtype), *sizes, derivative)
     return _policy.choose(request, backend).name

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from cuteforge.backends.arguments import described, require_tensor
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import MAX_DECODE_TOKENS
 
@@ -110,8 +111,8 @@ def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:
     Raises:
         ContractError: `fwd` is neither, or decode over a cache that is bound to a prefill; or the cache is not bound.
     """
-    if fwd is not None and fwd not in (DECODE, PREFILL):
-        raise ContractError(f"fwd: wanted None, {DECODE!r} or {PREFILL!r}, got {fwd!r}")
+    if fwd is not None and not (isinstance(fwd, str) and fwd in (DECODE, PREFILL)):
+        raise ContractError(f"fwd: wanted None, {DECODE!r} or {PREFILL!r}, got {described(fwd)}")
     if kv_cache is None:
         return fwd or (DECODE if q.shape[1] <= MAX_DECODE_TOKENS else PREFILL)
     is_decode = bound_batch(kv_cache).is_decode
@@ -133,6 +134,9 @@ def bound_batch(kv_cache: Any) -> Batch:
     Raises:
         ContractError: none.
     """
+    if isinstance(kv_cache, type) or not hasattr(kv_cache, "batch"):
+        hint = "; a mask is the argument attn_mask" if isinstance(kv_cache, torch.Tensor) else ""
+        raise ContractError(f"kv_cache: wanted a KVCache or None, got {described(kv_cache)}{hint}")
     if kv_cache.batch is None:
         raise ContractError("kv_cache: wanted one with a batch, by bind_prefill or bind_decode, got none bound")
     return kv_cache.batch
@@ -156,12 +160,14 @@ def check_operands(q: Any, k: Any, v: Any, kv_cache: Any) -> None:
         ContractError: names the argument.
     """
     for name, x in zip("qkv", (q, k, v)):
-        if not isinstance(x, torch.Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
-    for name, x in zip("qkv", (q, k, v)):
+        require_tensor(name, x)
+    ranks = q.dim(), k.dim(), v.dim()
+    if ranks == (4, 4, 4) or (kv_cache is not None and ranks == (3, 3, 3)):
+        return
+    for name, rank, x in zip("qkv", ranks, (q, k, v)):
         tail = f"{'Hq' if name == 'q' else 'Hkv'}, {'Dv' if name == 'v' else 'D'})"
-        ranks, wanted = (4,), f"(B, {'L' if name == 'q' else 'S'}, {tail}"
+        served, wanted = (4,), f"(B, {'L' if name == 'q' else 'S'}, {tail}"
         if kv_cache is not None:
-            ranks, wanted = (3, 4), f"(T, {tail}, or (B, 1, {tail} in decode"
-        if x.dim() not in ranks:
+            served, wanted = (3, 4), f"(T, {tail}, or (B, 1, {tail} in decode"
+        if rank not in served:
             raise ContractError(f"{name}: wanted shape {wanted}, got {tuple(x.shape)}")

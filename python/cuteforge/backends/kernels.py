@@ -45,7 +45,7 @@ def is_available(name: str) -> bool:
     Raises:
         ContractError: not one of KERNEL_NAMES.
     """
-    if name not in _SAMPLES:
+    if not isinstance(name, str) or name not in _SAMPLES:
         raise ContractError(f"name: wanted one of {', '.join(KERNEL_NAMES)}, got {name!r}")
     if not torch.cuda.is_available():
         return False

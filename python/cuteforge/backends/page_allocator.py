@@ -38,7 +38,7 @@ class CacheFull(RuntimeError):
         self.limit, self.total, self.needed, self.free = limit, total, needed, free
         super().__init__(f"{limit}: needed {needed} more, {free} of {total} free")
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[CacheFull], tuple[str, int, int, int]]:
         return type(self), (self.limit, self.total, self.needed, self.free)
 
 

@@ -53,11 +53,10 @@ def register_backend(backend: _Backend) -> _Backend:
         ContractError: no backend, or its name is no text.
     """
     global _backends
-    instance = backend() if isinstance(backend, type) and issubclass(backend, AttentionBackend) else backend
+    instance = _instance_of(backend, "backend") if _is_backend_class(backend) else backend
     if not isinstance(instance, AttentionBackend):
         raise ContractError(f"backend: wanted an AttentionBackend or a class of them, got {backend!r}")
-    if not isinstance(getattr(instance, "name", None), str):
-        raise ContractError(f"backend: wanted a name of type str, got {getattr(instance, 'name', None)!r}")
+    _check_name(instance, "backend")
     with _lock:
         known = {**_backends, instance.name: instance}
         _backends = dict(sorted(known.items(), key=lambda item: -item[1].priority))
@@ -85,14 +84,36 @@ def resolve(backend: Any, argument: str = "backend") -> AttentionBackend:
         ContractError: none of these, or a name that is not registered; names `argument`.
     """
     if isinstance(backend, AttentionBackend):
+        _check_name(backend, argument)
         return backend
-    if isinstance(backend, type) and issubclass(backend, AttentionBackend):
-        return next((known for known in _backends.values() if type(known) is backend), None) or backend()
+    if _is_backend_class(backend):
+        known = next((known for known in _backends.values() if type(known) is backend), None)
+        return known or _instance_of(backend, argument)
     name = backend.value if isinstance(backend, ATTN_BACKEND) else backend
     if name not in _backends if isinstance(name, str) else True:
         wanted = "a member of ATTN_BACKEND, an AttentionBackend, or one of " + ", ".join(_backends)
         raise ContractError(f"{argument}: wanted {wanted}, got {backend!r}")
     return _backends[name]
+
+
+def _is_backend_class(backend: Any) -> bool:
+    return isinstance(backend, type) and issubclass(backend, AttentionBackend)
+
+
+def _instance_of(backend: type[AttentionBackend], argument: str) -> AttentionBackend:
+    """A new instance, which takes no arguments."""
+    try:
+        instance = backend()
+    except TypeError as error:  # abstract, or wants arguments
+        wanted = "an AttentionBackend, or a class of them that takes no arguments"
+        raise ContractError(f"{argument}: wanted {wanted}, got {backend.__name__}: {error}") from error
+    _check_name(instance, argument)
+    return instance
+
+
+def _check_name(backend: AttentionBackend, argument: str) -> None:
+    if not isinstance(getattr(backend, "name", None), str):
+        raise ContractError(f"{argument}: wanted a name of type str, got {getattr(backend, 'name', None)!r}")
 
 
 @contextlib.contextmanager

@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo import assume_constant_result
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge import known_calls
 from cuteforge.backends import registry
+from cuteforge.backends.arguments import flag, require_tensor
 from cuteforge.backends.kernels import Spec, kernel_refusals
-from cuteforge.backends.selection import Candidate, Decision, Policy, constants, derivative_of, dtype_named
+from cuteforge.backends.selection import (
+    Candidate,
+    Decision,
+    Policy,
+    constant_result,
+    constants,
+    derivative_of,
+    dtype_named,
+)
 from cuteforge.errors import ContractError
 from cuteforge.rotary import RotaryEmbedding, reference, rotary_wrapper
 from cuteforge.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
 from cuteforge.runtime import env
-from cuteforge.torch_library import is_traced
+from cuteforge.torch_library import is_traced, without_autocast
 
 # By the number of tensors.
 _NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
@@ -73,6 +81,7 @@ def apply_rotary_emb(
         if results is not None:
             return results[0]
     angles = _angles(x, *table)
+    interleaved, inverse = flag("interleaved", interleaved), flag("inverse", inverse)
     request = _facts(x, angles)
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
     result = chosen.run(x, angles, interleaved, inverse)
@@ -86,11 +95,16 @@ def explain_rotary_emb(
     x, freqs_cis=None, *, cos=None, sin=None, positions=None, interleaved=True, inverse=False, backend=None
 ) -> Decision:
     """What `apply_rotary_emb` would do with these arguments; see `explain.explain`."""
+    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
+        flag(name, value)
     return _policy.decide(_facts(x, _angles(x, freqs_cis, cos, sin, positions)), backend)
 
 
 def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
     """(freqs_cis,) or (cos, sin, positions), real and with the dims of x."""
+    for name, tensor in (("x", x), ("freqs_cis", freqs_cis), ("cos", cos), ("sin", sin), ("positions", positions)):
+        if tensor is not None or name == "x":
+            require_tensor(name, tensor)
     check_heads(x, "x")
     if isinstance(freqs_cis, torch.Tensor) and freqs_cis.is_complex():
         freqs_cis = torch.view_as_real(freqs_cis)
@@ -101,6 +115,8 @@ def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angle
 
 
 def _facts(x: torch.Tensor, angles: Angles) -> Request:
+    if not angles[0].dim():
+        raise ContractError("cos: wanted shape (max_pos, rotary_dim/2), got ()")
     half, index_dtype = (angles[0].shape[-2], None) if len(angles) == 1 else (angles[0].shape[-1], angles[2].dtype)
     table = angles if len(angles) == 1 else angles[:2]
     derivative = "table" if derivative_of(*table) == "graph" else derivative_of(x)
@@ -130,6 +146,7 @@ def _run_kernel(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: boo
     return rotary_wrapper(x, **named, interleaved=interleaved, inverse=inverse)["out"]
 
 
+@without_autocast
 def _run_eager(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: bool) -> torch.Tensor:
     _check_angles(x, angles)
     table, positions = (angles[0], None) if len(angles) == 1 else (angles[:2], angles[2])
@@ -165,7 +182,7 @@ def _choose_traced(request: Request, backend: Any) -> Candidate:
     return _CANDIDATES[_name_traced(*facts, backend)]
 
 
-@assume_constant_result
+@constant_result
 def _name_traced(
     device: str, dtype: str, sizes: tuple[int, ...], index_dtype: str | None, derivative: str | None, backend: Any
 ) -> str:

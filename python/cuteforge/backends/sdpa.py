@@ -7,14 +7,19 @@ for scores is called `keep`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query se
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cuteforge.gqa.options import UNLIMITED, Window
+from cuteforge.torch_library import autocasts
+
+# A scale closer to 0 than this may be 0 where a kernel rounds it, and a score of -inf times 0 is NaN.
+_LEAST_SCALE = 1e-30
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None,
-    softcap: float | None = None, sinks: torch.Tensor | None = None,
+    softcap: float | None = None, sinks: torch.Tensor | None = None, *, by_scores: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key gives 0, and no gradient.
 
@@ -22,33 +27,66 @@ def attend(
         is_causal: query i sees key j iff ``j <= i + S - L``.
         scale: None is ``D**-0.5``; any finite number.
         softcap, sinks: as of `attention`; with either all scores are held at once.
+        by_scores: hold all scores at once in any case: torch's fused kernels have no forward-mode derivative and no second one.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if autocasts(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, keep, is_causal, scale, softcap, sinks)
+            return attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
     length, num_keys = q.shape[1], k.shape[1]
     q, scale = positive_scale(q, scale)
     # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its fused kernels know it.
     is_causal = is_causal and length > 1
-    if softcap or sinks is not None:
+    if softcap or sinks is not None or by_scores:
         return _attend_by_scores(q, k, v, _cut(keep, is_causal, length, num_keys, q.device), scale, softcap, sinks)
-    is_square = is_causal and keep is None and length == num_keys
+    is_square = is_causal and keep is None and _are_equal(length, num_keys)
     if not is_square:
         keep = _cut(keep, is_causal, length, num_keys, q.device)
-    groups = q.shape[2] // k.shape[2]
-    if keep is not None and groups > 1:
+    return _attend_fused(q, k, v, keep, is_square, scale)
+
+
+def _are_equal(length: int, num_keys: int) -> bool:
+    """Whether two sizes are the same. Of sizes that vary in a traced graph: whether they are at every call, so that one graph serves all."""
+    if not is_compiling():
+        return length == num_keys
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(length == num_keys)
+
+
+def _attend_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_square: bool, scale: float | None
+) -> torch.Tensor:
+    """`attend` by torch's function. `is_square`: causal, with as many queries as keys, and without `keep`."""
+    # comparisons of sizes, which are no plain bools under torch.compile: a branch makes them so
+    is_grouped = True if q.shape[2] > k.shape[2] else False  # noqa: SIM210
+    if keep is not None and is_grouped:
         # The fused kernels that take masks know no groups, and without them all scores are held at once.
-        k, v, groups = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), 1
+        groups = q.shape[2] // k.shape[2]
+        k, v, is_grouped = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), False
     by_head = [x.transpose(1, 2) for x in (q, k, v)]
-    options = {"scale": scale, "enable_gqa": groups > 1}
+    options = {"scale": scale, "enable_gqa": is_grouped}
     if keep is None:
-        return scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
+        out = scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
+        return _with_nan_rows(out, q, k, is_square) if q.device.type == "cpu" else out
     # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is dropped.
     is_empty = ~keep.any(-1, keepdim=True)
     # Its query counts for nothing either: a NaN in it would reach the gradients of all keys.
     by_head[0] = by_head[0].masked_fill(is_empty, 0)
     out = scaled_dot_product_attention(*by_head, attn_mask=keep | is_empty, **options)
     return out.masked_fill(is_empty, 0).transpose(1, 2)
+
+
+def _with_nan_rows(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, is_square: bool) -> torch.Tensor:
+    """`out` with NaN where all scores of a row are NaN: torch's fused kernel of the CPU gives 0 there.
+
+    They are where the query is NaN, or every key that it sees: all of them, or in a square those up to its own.
+    """
+    if not k.shape[1]:
+        return out.masked_fill(out.isnan(), 0)  # without keys some versions hand a NaN query through
+    unknown = k.isnan().any(-1)
+    unknown = unknown.long().cummin(1).values.bool() if is_square else unknown.all(1, keepdim=True)
+    rows = q.isnan().any(-1) | unknown.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return out.masked_fill(rows.unsqueeze(-1), torch.nan)
 
 
 def _attend_by_scores(
@@ -62,12 +100,15 @@ def _attend_by_scores(
         sinks: ``(Hq,)`` logits without values.
     """
     dtype, (batch, length, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
-    kv_heads, is_empty = k.shape[2], None
+    is_empty = None
     if keep is not None:
         is_empty = ~keep.any(-1, keepdim=True)
         q = q.masked_fill(is_empty.transpose(1, 2), 0)
-    grouped = q.to(dtype).view(batch, length, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("blhgd,bshd->bhgls", grouped, k.to(dtype)).flatten(1, 2)
+    keys, values = (x.transpose(1, 2).to(dtype) for x in (k, v))
+    # The query heads that read a KV head, one after the other.
+    rows = heads // k.shape[2] * length
+    grouped = q.transpose(1, 2).to(dtype).reshape(batch, k.shape[2], rows, dim)
+    scores = (grouped @ keys.transpose(2, 3)).view(batch, heads, length, k.shape[1])
     scores = scores * (dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -75,11 +116,13 @@ def _attend_by_scores(
         scores = scores.masked_fill(~(keep | is_empty), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[1]]
+    weights = torch.softmax(scores, -1)
+    weights = weights if sinks is None else weights[..., :-1]
+    out = weights.reshape(batch, k.shape[2], rows, k.shape[1]) @ values
+    out = out.view(batch, heads, length, v.shape[3])
     if is_empty is not None:
-        weights = weights.masked_fill(is_empty, 0)
-    weights = weights.unflatten(1, (kv_heads, -1))
-    return torch.einsum("bhgls,bshd->blhgd", weights, v.to(dtype)).flatten(2, 3).to(q.dtype)
+        out = out.masked_fill(is_empty, 0)
+    return out.transpose(1, 2).to(q.dtype)
 
 
 def _cut(keep, is_causal: bool, length: int, num_keys: int, device) -> torch.Tensor | None:
@@ -91,8 +134,12 @@ def _cut(keep, is_causal: bool, length: int, num_keys: int, device) -> torch.Ten
 
 
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
-    """The same scores with a scale of 0 or more: some kernels take the maximum of a row before they scale."""
-    return (-q, -scale) if scale is not None and scale < 0 else (q, scale)
+    """The same scores with a scale above 0: some kernels take the maximum of a row before they scale, and mask before that."""
+    if scale is None or scale >= _LEAST_SCALE:
+        return q, scale
+    if scale <= -_LEAST_SCALE:
+        return -q, -scale
+    return q * scale, 1.0
 
 
 def corner_mask(length: int, num_keys: int, device: torch.device) -> torch.Tensor:

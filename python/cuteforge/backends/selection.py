@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import env
@@ -147,11 +147,26 @@ def _in_order(candidates: Iterable[Any], wish: Wish) -> Sequence[Any]:
     return (wish.candidate, *(c for c in candidates if c is not wish.candidate))
 
 
+def constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that torch.compile calls while it traces, and whose result becomes a constant of the graph.
+
+    `torch.compiler.assume_constant_result` sets the same mark, but imports torch._dynamo first, which takes a second.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_result
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func or forward mode is active, in what torch.compile traces as well."""
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def derivative_of(*tensors: torch.Tensor) -> str | None:
     """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``, torch.func
     or forward mode; or None.
     """
-    if not is_dynamo_compiling() and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
+    if _is_transformed():
         return "transform"
     if _grad_enabled():
         for tensor in tensors:
@@ -166,5 +181,5 @@ def dtype_named(text: str) -> torch.dtype:
 
 
 def constants(*sizes: int) -> tuple[int, ...]:
-    """Sizes, which torch.compile may let vary, as constants of the graph that it traces: `hash` wants to know them."""
-    return tuple([hash(size) for size in sizes])
+    """Sizes, which torch.compile may let vary, as constants of the graph that it traces, in every torch that is supported."""
+    return tuple([index(size) for size in sizes])

@@ -8,8 +8,9 @@ import torch
 
 from cuteforge.backends import sdpa
 from cuteforge.backends.interface import OPTIONS, AttentionBackend, Request, bound_batch, packed
+from cuteforge.backends.selection import derivative_of
 from cuteforge.errors import ContractError
-from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window, is_finite
+from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window
 from cuteforge.runtime.streams import is_capturing
 
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
@@ -30,6 +31,10 @@ class TorchNativeBackend(AttentionBackend):
     def refuse(self, request: Request) -> str | None:
         if request.is_cached and request.derivative == "transform":
             return "over a cache it is not served by torch.func and forward-mode differentiation"
+        if request.is_cached and request.device.type == "meta":
+            return "over a cache the lengths of the requests are read, and the meta device holds no values"
+        if request.dtype.is_floating_point and request.dtype.itemsize < 2:
+            return f"torch does not multiply {request.dtype}"
         return None
 
     def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
@@ -42,7 +47,6 @@ class TorchNativeBackend(AttentionBackend):
         self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=None, softcap=None, sinks=None
     ) -> torch.Tensor:
         window, softcap = checked_window(window), checked_softcap(softcap)
-        _check_scale(scale)
         _check_sinks(sinks, q)
         if kv_cache is not None:
             window = (window[0], 0) if is_causal else window
@@ -55,7 +59,8 @@ class TorchNativeBackend(AttentionBackend):
         if window != UNLIMITED:
             inside = sdpa.window_mask(q.shape[1], k.shape[1], window, q.device)
             keep = inside if keep is None else keep & inside
-        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks)
+        by_scores = derivative_of(q, k, v) == "transform"
+        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
 
 
 def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks) -> torch.Tensor:
@@ -96,11 +101,6 @@ def _padded_length(lens: torch.Tensor, most: int) -> int:
         return most if lens.numel() else 0
     # Of requests without a token too there is a key to mask, so that the result has the graph of k and v.
     return min(max(int(lens.max()), 1), most)
-
-
-def _check_scale(scale: Any) -> None:
-    if scale is not None and not is_finite(scale):
-        raise ContractError(f"scale: wanted a finite number, got {scale!r}")
 
 
 def _check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -149,9 +149,6 @@ def _check_mask(
     mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
 ) -> None:
     """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as masked."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
-        got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ContractError(f"attn_mask: wanted a bool tensor, True keeps a score, got {got}")
     if mask.dim() not in (2, 3, 4):
         raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
     if mask.device != device:

@@ -15,6 +15,7 @@ from cuteforge.gqa.merge_config import ACCESS_BYTES, MergeTraits
 from cuteforge.op_cache import run_op
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.runtime.streams import Stream
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
 from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
 
@@ -82,7 +83,7 @@ class MergeState(APIBase):
 
 
 def merge_state(
-    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, stream: Any = None
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, stream: Stream | None = None
 ) -> TupleDict:
     """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and numerics.
 

@@ -135,13 +135,15 @@ def _scores(q, keys, scale, softcap, keep) -> torch.Tensor:
 def _weigh(scores, values, sinks, lse_dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """out ``(rows, Hq, Dv)`` and lse ``(Hq, rows)`` of scores ``(Hq, rows, cols)`` over values by head."""
     heads, rows, cols = scores.shape
+    is_blind = scores.isneginf().all(-1)
     if sinks is not None:
         # a key without a value
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(heads, rows, 1)), -1)
     lse = torch.logsumexp(scores.to(lse_dtype), -1)
-    weights = torch.softmax(scores, -1).masked_fill(lse.isneginf().unsqueeze(-1), 0)[..., :cols]
-    out = weights.reshape(values.shape[0], -1, cols) @ values
-    return _by_head(out.view(heads, rows, -1)), lse
+    weights = torch.softmax(scores, -1).masked_fill(is_blind.unsqueeze(-1), 0)[..., :cols]
+    out = (weights.reshape(values.shape[0], -1, cols) @ values).view(heads, rows, -1)
+    # a weight of 0 does not hide a NaN among the values
+    return _by_head(out.masked_fill(is_blind.unsqueeze(-1), 0)), lse
 
 
 def unpack(packed: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

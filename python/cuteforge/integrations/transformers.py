@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.integrations.versions import require_transformers
+from cuteforge.torch_library import autocasts
 
 require_transformers(transformers.__version__)  # an older one lacks what is imported here
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
@@ -124,7 +125,7 @@ def _check_call(
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As torch's own attention does: norms under autocast leave queries and keys in fp32 beside values that are not."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
@@ -169,4 +170,5 @@ def _kept_keys(padding: torch.Tensor | None, kv_length: int, kv_offset: int, may
     kept = padding[:, kv_offset : kv_offset + kv_length]
     if (missing := kv_length - kept.shape[1]) > 0:
         kept = pad(kept, (0, missing))
-    return None if may_read and not is_tracing(kept) and bool(kept.all()) else kept
+    may_read = may_read and not kept.is_meta and not is_tracing(kept)
+    return None if may_read and bool(kept.all()) else kept

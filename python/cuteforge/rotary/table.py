@@ -7,6 +7,7 @@ Plain frequencies are ``base ** (-2 * i / rotary_dim)`` for pair ``i`` (RoFormer
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
@@ -268,16 +269,11 @@ def _checked_base(base: Any, theta: float | None) -> float:
     """The argument `base`, or ``rope_theta`` of `scaling`, as a float."""
     if base is None:
         return _DEFAULT_BASE if theta is None else theta
-    base = _base("base", base)
+    base = _number("base", base, 1.0)
+    if base == 1:
+        raise ContractError(f"base: wanted a number above 1, got {base}")
     if theta not in (None, base):
         raise ContractError(f"base: wanted None or {theta}, rope_theta of scaling, got {base}")
-    return base
-
-
-def _base(name: str, value: Any) -> float:
-    base = number(name, value)
-    if base <= 1:
-        raise ContractError(f"{name}: wanted a number above 1, got {base:g}")
     return base
 
 
@@ -297,7 +293,9 @@ def _parse(scaling: Any) -> tuple[Scaling | None, float | None]:
     options = {key: value for key, value in scaling.items() if value is not None and key not in _OTHER_KEYS}
     kind = _pop_kind(options)
     theta = options.pop("rope_theta", None)
-    return _make(kind, options), None if theta is None else _base("scaling.rope_theta", theta)
+    if theta is not None and _number("scaling.rope_theta", theta, 1.0) == 1:
+        raise ContractError(f"scaling.rope_theta: wanted a number above 1, got {theta}")
+    return _make(kind, options), None if theta is None else float(theta)
 
 
 def _refuse_layers(scaling: Mapping) -> None:
@@ -341,10 +339,12 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _check_numbers(scaling: Scaling, **at_least: float) -> None:
-    """Refuse a field that is no number of at least so much, integers where the limit is an int; numpy's become Python's own."""
+    """Refuse a field that is no finite number of at least so much, integers where the limit is an int; others become Python's own numbers."""
     for name, limit in at_least.items():
-        value, named = getattr(scaling, name), f"scaling.{name}"
-        checked = integer(named, value, limit) if isinstance(limit, int) else number(named, value)
-        if checked < limit or isinstance(value, bool):
-            raise ContractError(f"{named}: wanted a finite number of {limit:g} or more, got {described(value)}")
-        object.__setattr__(scaling, name, checked)
+        checked = integer if isinstance(limit, int) else _number
+        object.__setattr__(scaling, name, checked(f"scaling.{name}", getattr(scaling, name), limit))
+
+
+def _number(name: str, value: Any, least: float) -> float:
+    """A number of the host, which has fp64."""
+    return number(name, value, least, sys.float_info.max)

@@ -372,7 +372,10 @@ def _compile_object(key: KernelKey) -> tuple[str, bytes]:
 
 def _sources_unchanged(facts: dict[str, Any]) -> bool:
     """Whether the files compiled are still those of the key: code edited meanwhile must not be stored under it."""
-    unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+    try:
+        unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+    except (OSError, ImportError):  # uninstalled meanwhile
+        unchanged = False
     if not unchanged:
         logger.info("sources changed since this process read them: %s is not stored", facts["builder"])
     return unchanged

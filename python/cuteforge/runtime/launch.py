@@ -44,6 +44,7 @@ def launch_of(
     device_index: int,
     scalars: tuple,
     arrange: Callable[[tuple], tuple] | None,
+    written: Callable[[tuple], tuple],
     stream_of: Callable[[int], int],
 ) -> Launch:
     """A launch of operands on a GPU that asks nothing more about them.
@@ -51,11 +52,19 @@ def launch_of(
     Args:
         scalars: run-time scalars, which precede those of a call.
         arrange: the operands as the compiled entry takes them.
+        written: those of the operands that a launch counts as a write of, 0.2 us for one.
         stream_of: the raw handle of the stream, by the GPU.
     """
-    if arrange is None:
-        return lambda operands, call_scalars: entry(*operands, *scalars, *call_scalars, stream_of(device_index))
-    return lambda operands, call_scalars: entry(*arrange(operands), *scalars, *call_scalars, stream_of(device_index))
+
+    def launch(operands: tuple, call_scalars: tuple) -> None:
+        entry(*operands, *scalars, *call_scalars, stream_of(device_index))
+        count_writes(written(operands))
+
+    def arrange_and_launch(operands: tuple, call_scalars: tuple) -> None:
+        entry(*arrange(operands), *scalars, *call_scalars, stream_of(device_index))
+        count_writes(written(operands))
+
+    return launch if arrange is None else arrange_and_launch
 
 
 def bound_launch(

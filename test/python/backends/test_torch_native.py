@@ -75,6 +75,21 @@ def test_any_finite_scale(scale, masked):
     check(attention(q, k, v, attn_mask=mask, scale=scale), q, k, v, mask=mask, softmax_scale=scale)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-300, 1e-45, 1e-39, -1e-39, -1.0])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_any_scale_in_a_causal_square(scale, dtype, length):
+    """Without a scale weights are uniform: what is masked is not multiplied by it."""
+    q, k, v = draw(length=length, num_keys=length, dtype=dtype)
+    check(attention(q, k, v, is_causal=True, scale=scale), q, k, v, causal=True, softmax_scale=scale)
+
+
+def test_a_scale_of_zero_has_gradients():
+    q, k, v = (x.requires_grad_() for x in draw(length=5, num_keys=5, dtype=torch.float64))
+    grads = torch.autograd.grad(attention(q, k, v, is_causal=True, scale=0.0).square().sum(), (q, k, v))
+    assert not bool(grads[0].any()) and not bool(grads[1].any()) and bool(grads[2].isfinite().all())
+
+
 SINKS = torch.tensor([-torch.inf, -3.0, 0.0, 0.5, 2.0, 30.0])
 OPTIONS = {
     "left": {"window": (2, None)},
@@ -102,6 +117,52 @@ def test_options_with_a_mask_a_scale_and_empty_rows(options):
     mask = random_mask(2, 6, 3, 7)
     mask[0, 1, 2] = False
     check(attention(q, k, v, attn_mask=mask, scale=-0.4, **options), q, k, v, mask=mask, softmax_scale=-0.4, **options)
+
+
+# (query tokens, keys): torch's fused kernel of the CPU takes keys in vectors of 8 to 32, and in blocks of 512.
+NAN_SIZES = [(1, 4), (3, 7), (5, 5), (17, 17), (2, 40), (40, 40), (3, 520)]
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
+@pytest.mark.parametrize(("length", "num_keys"), NAN_SIZES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("poisoned", ["query", "keys", "first key", "one key", "value"])
+def test_a_nan_that_a_row_depends_on_comes_out(options, length, num_keys, causal, poisoned):
+    """The rows of the oracle that are NaN are; exact zeros came out where all scores of a row were."""
+    for dtype in (FP32, BF16):
+        q, k, v = draw(length=length, num_keys=num_keys, dtype=dtype)
+        if poisoned == "query":
+            q[0, length // 2, 1] = torch.nan
+        elif poisoned == "value":
+            v[0, num_keys // 2] = torch.nan
+        else:
+            k[
+                0,
+                {"keys": slice(None), "first key": slice(1), "one key": slice(num_keys // 2, num_keys // 2 + 1)}[
+                    poisoned
+                ],
+            ] = torch.nan
+        want, _ = reference.attend(q, k, v, causal=causal, **options)
+        got = attention(q, k, v, is_causal=causal, **options)
+        assert not bool((want.isnan() & ~got.isnan()).any())
+        assert not bool(got[1].isnan().any()), "another request"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_nan_query_that_sees_no_key_gives_zero(masked):
+    q, k, v = draw(num_keys=7 if masked else 0)
+    mask = torch.zeros(2, 7, dtype=torch.bool) if masked else None
+    assert not bool(attention(torch.full_like(q, torch.nan), k, v, attn_mask=mask).any())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.zeros(6)}])
+def test_nan_values_stay_out_of_rows_that_see_no_key(options):
+    q, k, v = draw()
+    mask = torch.ones(2, 3, 7, dtype=torch.bool)
+    mask[:, 1] = False
+    v.fill_(torch.nan)
+    assert not bool(attention(q, k, v, attn_mask=mask, **options)[:, 1].any())
+    assert not bool(reference.attend(q, k, v, mask=mask, **options)[0][:, 1].any())
 
 
 def test_gradients_of_options_are_those_of_the_oracle():

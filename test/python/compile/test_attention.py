@@ -146,6 +146,23 @@ def _is_wanted(traits, option, is_prefill, is_full):
     return head == (WIDEST_HEAD if traits.splits else MODEL_HEAD) and (is_full or not traits.splits)
 
 
+def test_selection_has_every_kind_on_every_architecture():
+    """Decode and prefill, the ends of the heads, all options; the rest of what there is to compile once."""
+    for arch_name in ARCHS:
+        every, chosen = every_case(arch_name), list(selected(arch_name))
+        assert set(chosen) <= set(every)
+        options = {(option, traits.problem.queries) for option, traits in chosen}
+        assert options >= {(option, queries) for option in ("", "all") for queries in ("batch", "packed")}
+        assert {MODEL_HEAD, WIDEST_HEAD} <= {traits.problem.head_dim for _, traits in chosen}
+        assert {bool(traits.splits) for _, traits in chosen} == {True, False}
+        if arch_name == FULL:
+            for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
+                assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, (
+                    fact
+                )
+            assert {option for option, _ in chosen} == {"", *OPTIONS}
+
+
 def pytest_generate_tests(metafunc):
     if "arch_name" in metafunc.fixturenames and metafunc.function is test_machine_code:
         choose = every_case if metafunc.config.getoption("--full") else selected

@@ -4,6 +4,7 @@ Compiled are the kernels that have the fewest registers to spare (`selected`); w
 of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
 """
 
+import functools
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +34,7 @@ def access_bytes(traits):
     return traits.problem.vector_elems * ITEMSIZE[traits.problem.dtype]
 
 
+@functools.cache
 def candidates(arch):
     facts = itertools.product(("bfloat16", "float32"), HEAD_DIMS, RATIOS, (1, 2), (False, True))
     return [select_traits(Problem(*problem), arch, is_backward) for *problem, is_backward in facts]
@@ -84,47 +86,34 @@ def _outdoes(other, want):
     return other != want and all(a >= b for a, b in zip(other, want))
 
 
-def shape_kind(traits):
-    """What has code of its own: the direction, how a window is shared out, the columns of a lane, the size of an element."""
-    tile, itemsize = traits.tile, ITEMSIZE[traits.problem.dtype]
-    return (
-        (traits.backward, tile.split_window, tile.resident, tile.cols_per_lane, itemsize)
-        if access_bytes(traits) == 16
-        else None
-    )
-
-
-def way_kind(traits):
-    """The direction and how a window is shared out."""
-    return (traits.backward, traits.tile.split_window, traits.tile.resident) if access_bytes(traits) == 16 else None
-
-
-def narrow_kind(traits):
-    """Accesses of 2 bytes take three times as long to compile, and the most addresses; those between are compiled once each."""
-    width = access_bytes(traits)
-    return (traits.backward, traits.tile.split_window, width) if width < 16 else None
-
-
-def narrowest_kind(traits):
-    return (traits.backward,) if access_bytes(traits) == 2 and traits.tile.resident else None
-
-
-def part_kind(traits):
-    """Sums that are kept in registers and sums that are not, where every warp has its whole part to do."""
-    return (traits.tile.resident,) if traits.backward and access_bytes(traits) == 16 else None
-
-
 def every_case(arch, every):
     """Each tile once, with and without atomics."""
     return most_demanding(every, full_kind), most_demanding(every, atomic_kind)
 
 
 def selected(arch, every):
-    """Where registers are short: on one architecture in each shape and access, on the others in each way to share out a window."""
-    if arch.name == FULL:
-        cases = short_of_registers(every, shape_kind) + most_demanding(every, narrow_kind)
-        return cases, most_demanding(every, lambda t: part_kind(t) and (*part_kind(t), t.has_spare_slots))
-    return short_of_registers(every, way_kind) + most_demanding(every, narrowest_kind), most_demanding(every, part_kind)
+    """Where registers are short, for each way to share out a window; on one architecture with elements of 2 and 4 bytes, and every width of access.
+
+    Accesses of 2 bytes need the most addresses and take three times as long to compile: the others compile them for the backward alone.
+    Those of 4 and 8 are compiled once for each direction.
+    """
+    wide, narrow = of_width(every, 16), of_width(every, 2)
+    backward = [traits for traits in wide if traits.backward]
+    if arch.name != FULL:
+        addresses = most_demanding([t for t in narrow if t.backward and t.tile.resident], access_bytes)
+        return short_of_registers(wide, way) + addresses, most_demanding(backward, lambda t: t.tile.resident)
+    cases = short_of_registers(wide, lambda t: (*way(t), ITEMSIZE[t.problem.dtype]))
+    cases += most_demanding(narrow, lambda t: (t.backward, t.tile.split_window))
+    cases += most_demanding(of_width(every, 4, 8), lambda t: (t.backward, access_bytes(t)))
+    return cases, most_demanding(backward, lambda t: (t.tile.resident, t.has_spare_slots))
+
+
+def of_width(every, *widths):
+    return [traits for traits in every if access_bytes(traits) in widths]
+
+
+def way(traits):
+    return traits.backward, traits.tile.split_window, traits.tile.resident
 
 
 def cases_of(arch_name, is_full):
@@ -138,6 +127,17 @@ def label(arch_name, traits):
     problem = traits.problem
     direction = "forward" if not traits.backward else "backward" if traits.deterministic else "backward_atomic"
     return f"{arch_name}-{direction}-{problem.dtype}-r{problem.ratio}c{problem.coff}d{problem.head_dim}"
+
+
+def test_selection_has_every_way_on_every_architecture():
+    """Forward and backward, whole and split windows, sums in registers and in memory, with and without atomics."""
+    for arch_name in ARCHS:
+        cases = cases_of(arch_name, is_full=False)
+        assert {way(traits) for traits in cases} == {
+            way(traits) for traits in candidates(resolve_arch(arch_name, None))
+        }
+        assert {traits.deterministic for traits in cases if traits.backward} == {True, False}
+        assert {access_bytes(traits) for traits in cases} >= ({2, 4, 8, 16} if arch_name == FULL else {2, 16})
 
 
 def pytest_generate_tests(metafunc):

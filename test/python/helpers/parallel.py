@@ -22,8 +22,10 @@ def choose_processes(config: pytest.Config) -> None:
         return
     if option.numprocesses is None and option.dist == "no" and not option.tx and _is_batch(config):
         option.numprocesses = default_processes()
-    if option.numprocesses and option.dist == "no":
-        option.dist = "worksteal"
+    if option.numprocesses:
+        option.dist = "worksteal" if option.dist == "no" else option.dist
+        # The processes take the cores already: threads of torch that wait for one another cost three times the time. Inherited by the workers.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def default_processes() -> int:

@@ -160,7 +160,6 @@ class Recorder:
             **environment(),
             "processes": len(self._workers) or 1,
             "seconds": round(time.monotonic() - self._started),
-            "command": ["pytest", *map(str, config.invocation_params.args)],
             "digest": self._digest,
             "tests_digest": self._tests_digest,
             "changed_while_running": (digest(), digest(self._tests)) != (self._digest, self._tests_digest),

@@ -1,5 +1,6 @@
 """The test helpers themselves: a guard that cannot fail guards nothing."""
 
+import hypothesis
 import pytest
 import torch
 
@@ -128,3 +129,8 @@ def test_poison_is_where_nothing_is_pooled():
     assert torch.equal(x.kv.isnan(), x.unconsumed)
     assert torch.equal(x.score.isnan(), x.unconsumed)
     assert x.grad_out.isnan().all(1).tolist() == [row >= x.pack.real_rows for row in range(x.total_comp)]
+
+
+def test_drawn_examples_have_no_time_limit():
+    assert hypothesis.settings().deadline is None
+    assert hypothesis.HealthCheck.too_slow in hypothesis.settings().suppress_health_check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -352,13 +353,17 @@ def config_of(folder, arguments=(), plugins=("xdist",), **option):
 
 @pytest.fixture
 def cores(monkeypatch):
+    """Seven, and nothing said about threads."""
     monkeypatch.setattr(parallel, "default_processes", lambda: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "restored afterwards")
+    monkeypatch.delenv("OMP_NUM_THREADS")
 
 
-def test_whole_folders_run_in_parallel(cores, tmp_path):
+def test_whole_folders_run_in_parallel_with_one_thread_each(cores, tmp_path):
     config = config_of(tmp_path)
     parallel.choose_processes(config)
     assert (config.option.numprocesses, config.option.dist) == (7, "worksteal")
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -374,6 +379,7 @@ def test_what_is_watched_or_selected_runs_in_one_process(cores, tmp_path, option
     parallel.choose_processes(config)
     assert not config.option.numprocesses
     assert config.option.dist == "no"
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_without_xdist_and_in_its_workers_nothing_is_chosen(cores, tmp_path):
@@ -382,6 +388,12 @@ def test_without_xdist_and_in_its_workers_nothing_is_chosen(cores, tmp_path):
     for config in (config_of(tmp_path, plugins=()), worker):
         parallel.choose_processes(config)
         assert config.option.numprocesses is None
+
+
+def test_threads_that_are_given_stay(cores, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    parallel.choose_processes(config_of(tmp_path))
+    assert os.environ["OMP_NUM_THREADS"] == "4"
 
 
 def test_a_number_or_a_way_to_distribute_that_is_given_stays(cores, tmp_path):

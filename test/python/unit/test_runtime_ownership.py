@@ -19,7 +19,11 @@ from helpers.tiny_traits import tiny_key
 KEY = {"builder": "module:build", "traits": "Traits(d=1)"}
 FILES = {"kernel.o": b"object"}
 NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or any(not parent.stat().st_mode & 0o001 for parent in Path(__file__).resolve().parents),
+    reason="only root can become another user, who must be able to read this checkout",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ import cuteforge
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "python" / "cuteforge"
-EXAMPLES = ROOT / "test" / "python" / "typing"
+EXAMPLES = ROOT / "test" / "python" / "typecheck"
 CORRECT, MISTAKES = EXAMPLES / "correct.py", EXAMPLES / "mistakes.py"
 MARK = "# wrong"
 PUBLIC = sorted(set(cuteforge.__all__) - {"__version__"})
@@ -38,6 +38,7 @@ NEIGHBOURS = {
 ANY = {
     "APIBase.__call__.named",
     "APIBase.check_call.operands",
+    "APIBase.check_given.inputs",
     "AttentionBackend.forward.options",
     "AttentionBackend.fwd_decode.options",
     "AttentionBackend.fwd_prefill.options",

@@ -78,7 +78,7 @@ AttentionBackend()  # wrong
 
 # the cache
 KVCache(2, 8, 128, num_pages=64)  # wrong
-KVCache(2, 8, 128, num_pages=64, max_seqlen=512, dtype="bfloat16")  # wrong
+KVCache(2, 8, 128, num_pages=64, max_seqlen=512, dtype=16)  # wrong
 KVCache.contiguous(2, 8, 128, batch=None, max_seqlen=512)  # wrong
 cache.add("prompt")  # wrong
 cache.bind_prefill(None, [3])  # wrong
@@ -96,6 +96,7 @@ gqa_prefill_wrapper(q, k, v, num_splits=1)  # wrong
 paged_gqa_decode_wrapper(q, k, v, seqlens_k=ints)  # wrong
 paged_gqa_prefill_wrapper(q, k, v, ints, seqlens_k=ints)  # wrong
 merge_state(q, k, v)  # wrong
+merge_state(q, k, q, k, stream="default")  # wrong
 rotary_wrapper(q, (k, v))  # wrong
 rotary_qk_wrapper(q, k, out=q)  # wrong
 csa_compressor_forward_wrapper(k, v, q, ints, ints, ratio="4")  # wrong

@@ -505,4 +505,4 @@ def run_machine(machine: type[RuleBasedStateMachine], examples: int, steps: int)
 
 
 def test_any_order_of_calls_is_right():
-    run_machine(Machine, examples=30, steps=25)
+    run_machine(Machine, examples=22, steps=25)

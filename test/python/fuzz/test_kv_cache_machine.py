@@ -486,4 +486,4 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls_is_right(fuzz):
-    fuzz.machine(Machine, examples=30, steps=25)
+    fuzz.machine(Machine, examples=22, steps=25)

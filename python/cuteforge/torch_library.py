@@ -192,6 +192,8 @@ def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     for name, tensor in operands.items():
         if not isinstance(tensor, _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensor)}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise ContractError(f"{name}: wanted a strided tensor, got a nested one or layout {tensor.layout}")
     for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")

@@ -80,7 +80,7 @@ class TensorSpec:
         for key, value in (("shape", shape), ("stride", stride)):
             object.__setattr__(self, key, value)
         device = f"cuda:{self.device}" if type(self.device) is int else str(self.device)
-        if not (_DEVICE.fullmatch(device) and _is_named(self.device, int)):
+        if not (_DEVICE.fullmatch(device) and _is_named(self.device, "device")):
             raise ContractError(
                 f"device: wanted a device such as 'cuda', 'cuda:1' or 'meta', got {described(self.device)}"
             )
@@ -442,14 +442,14 @@ def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: in
     return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
 
 
-def _is_named(value: Any, *others: type) -> bool:
-    """Whether it is a text, torch's own object for one, or of `others`."""
-    return type(value) in (str, *others) or isinstance(value, str) or type(value).__module__ == "torch"
+def _is_named(value: Any, kind: str) -> bool:
+    """Whether it is a text, the number of a device, or torch's own object of a kind."""
+    return isinstance(value, str) or type(value).__name__ == kind or (kind == "device" and type(value) is int)
 
 
 def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
-    if not (_is_named(dtype) and name.isidentifier()):
+    if not (_is_named(dtype, "dtype") and name.isidentifier()):
         raise ContractError(f"dtype: wanted a dtype of torch or its name, got {described(dtype)}")
     return name
 

@@ -176,11 +176,14 @@ def problem(call: Call, replaced: dict[str, str], want: Answer) -> str | None:
 
 
 def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
-    """Tensors that disagree may be named either way round, of two arguments any; anything else by its own name."""
-    if len(replaced) > 1 and re.match(r"[\w.\[\]]+: ", message):
+    """What disagrees may be named either way round, of two arguments any; what no argument takes by its own name."""
+    if len(replaced) > 1 and ": wanted " in message:
         return True
-    has_tensor = any(isinstance(call.arguments[name], (torch.Tensor, TensorSpec)) for name in replaced)
-    named = [*call.names, *_FACTS] if has_tensor else list(replaced)
+    given = {name: call.arguments[name] for name in replaced}
+    may_mean_something = any(
+        isinstance(x, (torch.Tensor, TensorSpec)) or fits(call, name, x) for name, x in given.items()
+    )
+    named = [*call.names, *_FACTS] if may_mean_something else list(replaced)
     names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
     return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
 
@@ -233,6 +236,7 @@ _KINDS_BY_NAME: dict[str, tuple[type, ...]] = {
     "dtype": (torch.dtype, str),
     "backend": (str, type(None), type),
     "stream": (int, type(None)),
+    "stride": (list, tuple, range, np.ndarray, set, types.GeneratorType, type(None)),
     "step": (type(print), type),
     "function": (str, torch.Tensor),
     "x": (torch.Tensor, TensorSpec),

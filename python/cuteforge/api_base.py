@@ -213,6 +213,7 @@ class APIBase:
     def _bind(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> Callable[[], None]:
         env.require_kernels()
         compiled = self._compiled or self._load_again(operands)
+        self._explain_unreadable(operands)
         self._check_operands(operands)
         self.check_call(operands)
         scalars = self._prepare_device(compiled, operands)
@@ -278,9 +279,13 @@ class APIBase:
                 launch = known
                 break
         else:
-            launch = self._look_at(compiled, operands)
-            if self._may_be_empty and self._is_empty(operands):
-                return self.check_call(operands)
+            try:
+                launch = self._look_at(compiled, operands)
+                if self._may_be_empty and self._is_empty(operands):
+                    return self.check_call(operands)
+            except RuntimeError:
+                self._explain_unreadable(operands)
+                raise
         if stream is not None or not env.launch_is_plain():
             launch = self._as_asked(compiled, operands, stream)
         try:
@@ -330,6 +335,11 @@ class APIBase:
         named = translate_error(error)
         if named is not error:
             raise named from error
+
+    def _explain_unreadable(self, operands: tuple) -> None:
+        """Raise the error that names an operand which torch does not tell the shape of."""
+        if any(getattr(x, "is_nested", False) for x in operands):
+            self.check_call(operands)
 
     def _check_on_request(self, operands: tuple) -> None:
         """The checks that environment variables turn on, and the refusal where one switches the kernels off."""

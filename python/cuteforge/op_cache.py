@@ -65,6 +65,8 @@ def readable(tensor: Any) -> Any:
 
 def dense(tensor: Any) -> Any:
     """`tensor`, or a copy with contiguous rows aligned to 16 bytes."""
-    if not isinstance(tensor, torch.Tensor) or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor  # the op refuses it by name
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -80,11 +80,11 @@ class TensorSpec:
         for key, value in (("shape", shape), ("stride", stride)):
             object.__setattr__(self, key, value)
         device = f"cuda:{self.device}" if type(self.device) is int else str(self.device)
-        if not _DEVICE.fullmatch(device):
+        if not (_DEVICE.fullmatch(device) and _is_named(self.device, "device")):
             raise ContractError(
                 f"device: wanted a device such as 'cuda', 'cuda:1' or 'meta', got {described(self.device)}"
             )
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "device", device)
 
     @classmethod
@@ -96,6 +96,8 @@ class TensorSpec:
         """
         if isinstance(x, TensorSpec):
             return x
+        if getattr(x, "is_nested", False):  # and has no shape
+            raise ContractError(f"{name}: wanted a strided tensor, got a nested one")
         if not all(hasattr(x, attribute) for attribute in _TENSOR_ATTRIBUTES):
             raise ContractError(f"{name}: wanted a torch.Tensor or TensorSpec, got {kind_of(x)}")
         if str(x.layout) != "torch.strided":
@@ -440,9 +442,21 @@ def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: in
     return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
 
 
+def _is_named(value: Any, kind: str) -> bool:
+    """Whether it is a text, the number of a device, or torch's own object of a kind."""
+    return isinstance(value, str) or type(value).__name__ == kind or (kind == "device" and type(value) is int)
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if not (_is_named(dtype, "dtype") and name.isidentifier()):
+        raise ContractError(f"dtype: wanted a dtype of torch or its name, got {described(dtype)}")
+    return name
+
+
 def _integers(name: str, values: Any) -> tuple[int, ...]:
     """Extents or strides as ints."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or hasattr(values, "layout"):
         raise ContractError(f"{name}: wanted a tuple of ints, got {described(values)}")
     return tuple(int(integer(name, value)) for value in values)
 

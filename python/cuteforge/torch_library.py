@@ -187,11 +187,23 @@ def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> N
             )
 
 
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor without strides.
+
+    Raises:
+        ContractError: names the tensor.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ContractError(f"{name}: wanted a strided tensor, got {got}")
+
+
 def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     """What the dispatcher would refuse without naming it, or would run on the CPU."""
     for name, tensor in operands.items():
         if not isinstance(tensor, _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensor)}")
+        check_layout(name, tensor)
     for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")

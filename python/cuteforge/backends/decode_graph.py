@@ -10,6 +10,7 @@ import torch
 from cuteforge.backends.integers import checked_ints
 from cuteforge.backends.kv_cache import KVCache
 from cuteforge.errors import ContractError
+from cuteforge.torch_library import check_layout
 
 # The first call compiles kernels and lets libraries set themselves up, which a capture must not see.
 _WARM_UP_CALLS = 2
@@ -182,8 +183,7 @@ class DecodeGraph:
             raise ContractError(f"{name}: wanted a torch.Tensor, got {type(x).__name__}")
         if x.device != self._cache.device:
             raise ContractError(f"{name}: wanted a tensor on {self._cache.device}, got one on {x.device}")
-        if x.layout is not torch.strided:
-            raise ContractError(f"{name}: wanted a strided tensor, got layout {x.layout}")
+        check_layout(name, x)
         if x.dim() == 0 or count not in (None, len(x)):
             raise ContractError(f"{name}: wanted {count or 'some'} rows, one a request, got shape {tuple(x.shape)}")
 

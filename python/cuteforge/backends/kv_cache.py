@@ -17,7 +17,7 @@ from cuteforge.backends.integers import checked_int, checked_ints
 from cuteforge.backends.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.streams import is_capturing
-from cuteforge.torch_library import refuse_grad
+from cuteforge.torch_library import check_layout, refuse_grad
 
 __all__ = ["Batch", "CacheFull", "KVCache"]
 
@@ -355,11 +355,10 @@ class KVCache:
     def _check_new(self, name: str, new: Any, shape: tuple[int, ...]) -> None:
         if not isinstance(new, torch.Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {type(new).__name__}")
+        check_layout(name, new)
         wanted, got = (shape, self.dtype, self.device), (tuple(new.shape), new.dtype, new.device)
         if got != wanted:
             raise ContractError(f"{name}: wanted {_describe(*wanted)}, got {_describe(*got)}")
-        if new.layout is not torch.strided:
-            raise ContractError(f"{name}: wanted a strided tensor, got layout {new.layout}")
 
     def _find(self, numbers: list[int]) -> list[Request]:
         bound, seen = [], {}

@@ -17,7 +17,7 @@ from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec
-from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, check_layout, is_traced, refuse_grad
 
 FLOATS = ("bfloat16", "float16", "float32")
 INPUT_NAMES = ("o_a", "lse_a", "o_b", "lse_b")
@@ -138,6 +138,8 @@ def new_merged(o_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_outputs(o_a: Any) -> None:
     """What is needed to allocate the results; the op checks everything else."""
+    if isinstance(o_a, torch.Tensor):
+        check_layout("o_a", o_a)
     if not isinstance(o_a, torch.Tensor) or o_a.dim() not in _LAYOUTS:
         got = f"shape {tuple(o_a.shape)}" if isinstance(o_a, torch.Tensor) else kind_of(o_a)
         raise ContractError(f"o_a: wanted a tensor of shape (B, L, H, D) or (T, H, D), got {got}")

@@ -25,7 +25,7 @@ from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.streams import Stream
-from cuteforge.torch_library import asked_stream, call_op, is_traced, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, check_layout, is_traced, refuse_grad
 
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
@@ -353,6 +353,7 @@ def check_queries(tensors: Tensors, op: type) -> None:
     for name in op._REQUIRED[:-1]:
         if not isinstance(tensors[name], _Tensor):
             raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensors[name])}")
+        check_layout(name, tensors[name])
     op._check_presence({name: x for name, x in tensors.items() if x is not None})
     is_packed = op is PagedGQAPrefill or tensors.get("cu_seqlens_q") is not None
     shapes = _PACKED_QUERIES if is_packed else _QUERIES[op]

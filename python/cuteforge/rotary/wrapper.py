@@ -14,7 +14,7 @@ from cuteforge.errors import ContractError
 from cuteforge.op_cache import run_op
 from cuteforge.rotary.api import RotaryEmbedding, direction, positions_not_wanted
 from cuteforge.runtime.streams import Stream
-from cuteforge.torch_library import asked_stream, call_op, needs_op
+from cuteforge.torch_library import asked_stream, call_op, check_layout, needs_op
 
 # By the number of tensors.
 _OPS = {1: "rotary", 2: "rotary_qk"}
@@ -157,6 +157,8 @@ def in_terms_of_q(error: ContractError) -> ContractError:
 
 def check_heads(x: Any, name: str) -> None:
     """What is needed to allocate the result; the op checks everything else."""
+    if isinstance(x, _Tensor):
+        check_layout(name, x)
     if not isinstance(x, _Tensor) or x.dim() not in (3, 4):
         got = f"shape {tuple(x.shape)}" if isinstance(x, _Tensor) else kind_of(x)
         raise ContractError(f"{name}: wanted a tensor of shape (T, H, D) or (B, L, H, D), got {got}")

@@ -71,7 +71,7 @@ _CHIPS = {
 
 def _parse(name: str, source: str) -> tuple[int, int, str]:
     """`(major, minor, suffix)` of an architecture name; `source` is what to name in errors."""
-    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", name)
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", name) if isinstance(name, str) else None
     if match is None:
         raise ContractError(f"{source}: wanted an architecture such as sm_80, sm_90a or sm_120a, got {name!r}")
     major, minor, suffix = int(match[1]), int(match[2]), match[3]

@@ -18,14 +18,12 @@ from helpers.public_calls import Call
 
 
 class _Hostile:
-    """Raises whatever is asked of it."""
+    """Raises where it is compared, or asked whether it is true."""
 
     def _raise(self, *_: Any) -> Any:
         raise ZeroDivisionError("hostile")
 
-    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __int__ = __float__ = (
-        __index__
-    ) = _raise
+    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
@@ -171,14 +169,21 @@ def problem(call: Call, replaced: dict[str, str], want: Answer) -> str | None:
             return None
         return f"names no argument: {re.sub('got .*', 'got …', str(error))[:120]}"
     except Exception as error:
+        if "stream" in replaced and re.search("without CUDA|not compiled with CUDA", str(error)):
+            return None  # a torch without CUDA has no streams
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return _wrong_answer(call, replaced, got, want.result)
 
 
 def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
-    """Tensors that disagree may be named either way round, and so may two arguments; anything else by its own name."""
-    has_tensor = any(isinstance(call.arguments[name], (torch.Tensor, TensorSpec)) for name in replaced)
-    named = [*call.names, *_FACTS] if has_tensor or len(replaced) > 1 else list(replaced)
+    """What disagrees may be named either way round, of two arguments any; what no argument takes by its own name."""
+    if len(replaced) > 1 and ": wanted " in message:
+        return True
+    given = {name: call.arguments[name] for name in replaced}
+    may_mean_something = any(
+        isinstance(x, (torch.Tensor, TensorSpec)) or fits(call, name, x) for name, x in given.items()
+    )
+    named = [*call.names, *_FACTS] if may_mean_something else list(replaced)
     names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
     return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
 
@@ -192,6 +197,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "attn_mask": ("mask",),
     "x": ("weight", "inputs"),  # of TensorSpec.of, which is told a name, and of a DecodeGraph
     "request": ("requests",),
+    "head_dim": ("d",),
     "requests": ("request", "inputs"),
 }
 # What an error about a whole call names.
@@ -213,10 +219,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor,),
     "int": (int, np.integer),
     "float": (int, float, np.floating, np.integer, fractions.Fraction),
-    "bool": (bool, np.bool_, int),
+    "bool": (bool, np.bool_, int, np.integer),
     "str": (str,),
     "None": (type(None),),
-    "Sequence": (list, tuple, range, np.ndarray, torch.Tensor),
+    "Sequence": (list, tuple, range, np.ndarray, torch.Tensor, types.GeneratorType, str, bytes),
     "tuple": (list, tuple, torch.Size, range, np.ndarray, set, types.GeneratorType),
     "Window": (tuple, list),
     "device": (str, torch.device),
@@ -226,16 +232,16 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 # Of arguments whose annotation says Any, or less than what is meant.
 _KINDS_BY_NAME: dict[str, tuple[type, ...]] = {
-    "device": (str, torch.device, type(None)),
+    "device": (str, torch.device, int, type(None)),
     "dtype": (torch.dtype, str),
     "backend": (str, type(None), type),
     "stream": (int, type(None)),
+    "stride": (list, tuple, range, np.ndarray, set, types.GeneratorType, type(None)),
     "step": (type(print), type),
     "function": (str, torch.Tensor),
     "x": (torch.Tensor, TensorSpec),
-    "tokens": (list, tuple, range, np.ndarray, type(None)),
+    "tokens": (list, tuple, range, np.ndarray, types.GeneratorType, str, bytes, type(None)),
     "name": (str,),
-    "inverse": (bool, int, np.bool_),
 }
 
 

@@ -223,17 +223,6 @@ def _attention_over_cache() -> Call:
     return of(cuteforge.attention, **tokens, kv_cache=bound_cache(), layer_id=0, scale=0.5)
 
 
-def _forward(backend: Any) -> Call:
-    given = dense(torch.float32) | {
-        "kv_cache": None,
-        "layer_id": 0,
-        "attn_mask": _mask(),
-        "is_causal": True,
-        "scale": 0.5,
-    }
-    return of(backend().forward, **given)._replace(ignored=("layer_id",))
-
-
 def _enter(backend: Any) -> Any:
     with cuteforge.attn_backend(backend) as chosen:
         return chosen
@@ -283,7 +272,7 @@ SIZES = {
 
 CALLS: Mapping[str, Callable[[], Call]] = {
     "TensorSpec": lambda: of(TensorSpec, shape=(2, 3), dtype="float32", stride=(3, 1), device="cuda:0"),
-    "TensorSpec.of": lambda: of(TensorSpec.of, x=_floats(2, 3), name="weight"),
+    "TensorSpec.of": lambda: of(TensorSpec.of, x=_floats(2, 3), name="weight")._replace(ignored=("name",)),
     **_op_rows(),
     "attention": lambda: of(
         cuteforge.attention, **dense(torch.float32), attn_mask=_mask(), is_causal=True, scale=0.5, window=(2, 1), softcap=3.0, sinks=_floats(4)
@@ -324,8 +313,6 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     ),
     "rotary_emb": lambda: of(cuteforge.rotary_emb, x=heads(), freqs_cis=angles()),
     "rotary_table": lambda: of(cuteforge.rotary_table, max_pos=6, rotary_dim=8, scaling={"rope_type": "linear", "factor": 2.0}, device="cpu"),
-    "TorchNativeBackend.forward": lambda: _forward(cuteforge.TorchNativeBackend),
-    "CudaBackend.forward": lambda: _forward(cuteforge.CudaBackend),
     "KVCache": lambda: of(KVCache, **SIZES, num_pages=4, max_requests=2),
     "KVCache.contiguous": lambda: of(KVCache.contiguous, **SIZES, batch=2),
     "KVCache.add": lambda: of(cache().add, tokens=[1, 2, 3]),
@@ -359,6 +346,7 @@ EXEMPT = {
     "FlashAttnBackend": "needs flash-attn and a GPU",
     "TorchNativeBackend": "takes no arguments",
     "CudaBackend": "takes no arguments",
+    "forward": "called by attention with arguments that it checked",
     "fwd_decode": "what forward calls",
     "fwd_prefill": "what forward calls",
     "known_call": "called by the policy with arguments that it served",

@@ -13,7 +13,7 @@ from cuteforge.csa.compressor.api import CSACompressorBackward, CSACompressorFor
 from cuteforge.errors import ContractError
 from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.streams import Stream
-from cuteforge.torch_library import asked_stream, call_op, is_traced, needs_op, refuse_grad
+from cuteforge.torch_library import asked_stream, call_op, check_layout, is_traced, needs_op, refuse_grad
 
 # Module globals: the launch path reads them at every call.
 _Tensor = torch.Tensor
@@ -238,6 +238,8 @@ def _readable(inputs: tuple, *_: Any) -> tuple:
 
 def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> tuple[int, int]:
     """What is needed to allocate the results; the op checks everything else. Returns ratio and coff."""
+    if isinstance(kv, _Tensor):
+        check_layout("kv", kv)
     shape = kv.shape if isinstance(kv, _Tensor) else ()
     if len(shape) != 2:
         got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else kind_of(kv)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from cuteforge.backends.arguments import described, require_tensor
+from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import MAX_DECODE_TOKENS
 
@@ -171,3 +171,16 @@ def check_operands(q: Any, k: Any, v: Any, kv_cache: Any) -> None:
             served, wanted = (3, 4), f"(T, {tail}, or (B, 1, {tail} in decode"
         if rank not in served:
             raise ContractError(f"{name}: wanted shape {wanted}, got {tuple(x.shape)}")
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Refuse what is no tensor, and tensors that are sparse, nested or quantized.
+
+    Raises:
+        ContractError: names the argument.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(value)}")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else "sparse"
+        raise ContractError(f"{name}: wanted a dense tensor, got a {kind} one")

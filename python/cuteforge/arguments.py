@@ -54,7 +54,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
+    """Whether it is a finite number; by comparison, as `math.isfinite` takes none that torch.compile lets vary."""
     return isinstance(value, numbers.Real) and -math.inf < value < math.inf
 
 

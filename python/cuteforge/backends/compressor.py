@@ -115,13 +115,13 @@ def _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_com
     if cu_seqlens_comp is None:
         del tensors["cu_seqlens_comp"]
     for name, x in tensors.items():
-        require_tensor(name, x)
+        if name.startswith("cu_seqlens"):
+            _check_offsets(name, x)
+        else:
+            require_tensor(name, x)
     require_one_device(tensors)
     ratio, coff = integer("ratio", ratio, 1), integer("coff", coff, 1)
     check_sizes(kv, None, ratio, coff)
-    for name in ("cu_seqlens", "cu_seqlens_comp"):
-        if name in tensors:
-            _check_offsets(name, tensors[name])
     if total_comp is not None:
         total_comp = integer("total_comp", total_comp, 0)
     elif kv.is_meta:
@@ -135,7 +135,10 @@ def _facts(kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, ratio: int,
     return Request(kv.device, kv.dtype, kv.shape[1], ratio, coff, derivative_of(kv, score, ape))
 
 
-def _check_offsets(name: str, offsets: torch.Tensor) -> None:
+def _check_offsets(name: str, offsets: Any) -> None:
+    if not isinstance(offsets, torch.Tensor):
+        raise ContractError(f"{name}: wanted a tensor of shape (B+1), got {type(offsets).__name__}")
+    require_tensor(name, offsets)
     if offsets.dim() != 1 or not len(offsets):
         raise ContractError(f"{name}: wanted a tensor of shape (B+1), got shape {tuple(offsets.shape)}")
     if offsets.dtype not in (torch.int32, torch.int64):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
+
 from cuteforge.api_base import APIBase
 from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
 from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.errors import ContractError
 from cuteforge.gqa import (
     GQADecode,
     GQAPrefill,
@@ -35,6 +38,14 @@ class CudaBackend(AttentionBackend):
 
     def refuse(self, request: Request) -> str | None:
         return "; ".join(_refusals(request)) or None
+
+    def forward(self, *operands: Any, **options: Any) -> torch.Tensor:
+        try:
+            return super().forward(*operands, **options)
+        except ContractError as error:
+            if str(error).startswith("mask:"):  # as the wrappers call it
+                raise ContractError(f"attn_{error}") from error
+            raise
 
     def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
         options = _as_wrappers_take(options) | {"mask": attn_mask, "softmax_scale": scale}

@@ -86,6 +86,8 @@ class DecodeGraph:
             ContractError: more requests than the largest size, or an input that differs.
             ContractError, CacheFull: as `KVCache.bind_decode`. After these errors nothing was changed.
         """
+        # As a bind does, also where the call is refused before.
+        self._cache.keep_stored()
         requests = checked_ints("requests", requests)
         count = len(requests)
         size = next((size for size in self.batch_sizes if size >= count), None)

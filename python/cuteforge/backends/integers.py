@@ -31,18 +31,22 @@ def checked_ints(name: str, values: Any, *, at_least: int | None = None) -> list
     Raises:
         ContractError: as `checked_int`, for ``name[i]``; or no sequence, or a tensor, which could be on a GPU.
     """
-    if _is_tensor(values):
-        raise ContractError(f"{name}: wanted a sequence of int, got {type(values).__name__}; pass {name}.tolist()")
-    try:
-        if isinstance(values, (dict, set, frozenset)):
-            raise TypeError("it has no order")
-        numbers = values.tolist() if hasattr(values, "tolist") else values
-        numbers = list(numbers)
-    except TypeError as error:
-        raise ContractError(f"{name}: wanted a sequence of int, got {values!r:.80} ({error})") from None
+    numbers = values if type(values) is list else _as_list(name, values)
     if at_least is None and _PLAIN.issuperset(map(type, numbers)):
-        return numbers
+        return numbers.copy()
     return [checked_int(f"{name}[{i}]", number, at_least=at_least) for i, number in enumerate(numbers)]
+
+
+def _as_list(name: str, values: Any) -> list:
+    hint = f"; pass {name}.tolist()" if _is_tensor(values) else ""
+    if not hint and not isinstance(values, (dict, set, frozenset)):
+        try:
+            # Of an array of numpy, with ints of Python in it.
+            return list(values.tolist() if hasattr(values, "tolist") else values)
+        except TypeError:
+            pass
+    got = type(values).__name__ if hint else f"{values!r:.80}"
+    raise ContractError(f"{name}: wanted a sequence of int, got {got}{hint}")
 
 
 def _as_int(value: Any) -> int | None:

@@ -218,7 +218,7 @@ class KVCache:
             CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
             RuntimeError: torch's current stream is being captured.
         """
-        self._keep_stored()
+        self.keep_stored()
         bound = self._find(checked_ints("requests", requests))
         counts = checked_ints("lengths", lengths, at_least=0)
         if len(counts) != len(bound):
@@ -238,7 +238,7 @@ class KVCache:
         Raises:
             As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
         """
-        self._keep_stored()
+        self.keep_stored()
         numbers, num_rows = self._decode_rows(requests, pad_to)
         if self._decode_key == (numbers, num_rows):
             self.step()
@@ -273,7 +273,7 @@ class KVCache:
         """
         if self._decode_key is None:
             raise RuntimeError("step: no decode is bound; call bind_decode first")
-        self._keep_stored()
+        self.keep_stored()
         self._begin(self._bound, [1] * len(self._bound), self._advance)
 
     def _advance(self, entries: list[TableEntry]) -> None:
@@ -290,11 +290,17 @@ class KVCache:
         """Undo the last bind: its requests have the tokens and pages that they had before, and nothing is bound.
 
         For steps that fail half-way: call it where you handle the error, then bind again. It does nothing where there is nothing to undo: before the
-        first bind, after a rollback, and where a bind was refused after a step that is stored in every layer, for then that step was no failure.
+        first bind, after a rollback, and where a bind was refused after a step that is stored in every layer (`keep_stored`).
         Requests that were freed since then stay freed. No device work.
         """
         if self._allocator.rollback():
             self._unbind()
+
+    def keep_stored(self) -> None:
+        """Take the last step as done if every layer has its tokens: from here on `rollback` leaves it alone. Every bind begins so, also one that is
+        refused: whoever asks for the next step has no complaint about the last one."""
+        if self._allocator.is_stored:
+            self._allocator.is_final = True
 
     def mark_stored(self, layer: int | None = None) -> None:
         """Say that a layer has the new tokens, where something other than `append` stored them: a kernel that takes ``new_k`` and ``new_v``, a graph.
@@ -361,11 +367,6 @@ class KVCache:
             if (first := seen.setdefault(number, i)) != i:
                 raise ContractError(f"requests: wanted each once, got request {number} at {first} and {i}")
         return bound
-
-    def _keep_stored(self) -> None:
-        """Whoever asks for the next step takes a stored one as done: from here on `rollback` leaves it alone, even if the ask is refused."""
-        if self._allocator.is_stored:
-            self._allocator.is_final = True
 
     def _begin(self, requests: list[Request], counts: list[int], write: Callable[[list[TableEntry]], None]) -> None:
         """Reserve ``counts[i]`` new tokens of each request and let `write` say so in the batch; all of it or nothing."""

@@ -83,12 +83,17 @@ def checked_softcap(value: Any) -> float | None:
     return float(value)
 
 
-def checked_scale(value: Any) -> float | None:
+def checked_scale(value: Any, is_traced: bool = False) -> float | None:
     """`value` as a float, or None.
+
+    Args:
+        is_traced: torch.compile may let the number vary. A comparison with anything but the infinities would pin it; the op that it goes to checks it.
 
     Raises:
         ContractError: no finite number; a tensor is none.
     """
+    if is_traced and is_finite(value):
+        return value
     return None if value is None else number("softmax_scale", value)
 
 

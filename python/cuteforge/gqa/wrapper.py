@@ -193,14 +193,12 @@ def _attend(
     given = {name: x for name, x in tensors.items() if x is not None}
     _check_tensors(given if out is None else {**given, "out": out})
     check_queries(tensors, op)
-    config, return_lse, softmax_scale = (
-        _checked_options(options),
-        flag("return_lse", return_lse),
-        checked_scale(softmax_scale),
-    )
+    traced = is_traced(inputs[0])
+    config, return_lse = _checked_options(options), flag("return_lse", return_lse)
+    softmax_scale = checked_scale(softmax_scale, traced)
     refuse_grad(given, given.values(), op.__name__)
     with asked_stream(stream, *inputs, out):
-        if is_traced(inputs[0]):
+        if traced:
             results = _attend_by_op(op, tensors, given, out, softmax_scale, config)
         else:
             results = run_attention(op, given, out, return_lse, softmax_scale, config, known_as)

@@ -224,6 +224,18 @@ def test_a_refused_first_call_pins_no_shapes_and_changes_nothing(when):
     assert graph([first], torch.ones(1, 4, 5, dtype=torch.int64)).tolist() == torch.ones(1, 4, 5).tolist()
 
 
+def test_a_refused_call_leaves_nothing_of_a_stored_step_to_undo():
+    """``try: graph(…); except: cache.rollback()`` takes back a step that failed, never the one before."""
+    cache, requests = prefilled("cpu", torch.float32)
+    graph = DecodeGraph(failing_once(cache, None), cache, SIZES)
+    graph(requests[:2], draw(2, "cpu", torch.float32))
+    lengths = [cache.seqlen(r) for r in requests]
+    for given, inputs in (([7, 8], 2), (None, 2), (requests[:2], 3), (requests * 2, 12)):
+        assert refusal(graph, given, draw(inputs, "cpu", torch.float32))
+        cache.rollback()
+        assert [cache.seqlen(r) for r in requests] == lengths
+
+
 def failing_once(cache, at):
     """Two layers of attention, and once an exception before layer `at`; its calls."""
     calls = []

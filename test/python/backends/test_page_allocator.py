@@ -221,6 +221,22 @@ def test_a_step_that_is_given_up_leaves_a_hole_behind_which_nothing_is_shared():
     assert allocator.add(range(1, 10)).num_cached == 2
 
 
+@pytest.mark.parametrize("before", [0, 2, 3])
+def test_a_prompt_that_was_rolled_back_is_shared_once_it_is_stored_again(before):
+    """In its place among the prefixes, also where others hold some of it."""
+    allocator = PageAllocator(16, 2, 4, 8)
+    request = allocator.add([1, 2, 3, 4, 5, 6, 7])
+    for count in (before, 7 - before):
+        allocator.reserve([request], [count])
+        allocator.finish_step()
+    assert allocator.rollback()
+    assert allocator.add([1, 2, 3, 4, 5, 6, 8]).num_cached == before // 2 * 2
+    allocator.reserve([request], [7 - before])
+    allocator.finish_step()
+    allocator.reserve([], [])
+    assert allocator.add([1, 2, 3, 4, 5, 6, 8]).pages == request.pages[:3]
+
+
 def test_pages_that_a_rolled_back_step_shared_stay_with_those_who_share_them():
     allocator = PageAllocator(8, 2, 4, 8)
     first = stored(allocator, [1, 2, 3, 4, 5])

@@ -10,6 +10,7 @@ from cuteforge import (
     ATTN_BACKEND,
     AttentionBackend,
     ContractError,
+    CudaBackend,
     KVCache,
     UnsupportedError,
     apply_rotary_emb,
@@ -22,6 +23,7 @@ from cuteforge import (
     rotary_table,
 )
 from helpers.policy import draw, restored_registry
+from helpers.torch_ops import OpLog
 
 
 class Abstract(AttentionBackend):
@@ -181,3 +183,11 @@ def test_numbers_of_numpy_count_as_numbers():
     cache = KVCache(1, 2, 16, num_pages=8, max_requests=2, max_seqlen=32, dtype=torch.float32, device="cpu")
     cache.bind_decode([cache.add(), cache.add()])
     assert attention(*draw(length=1, num_keys=1), cache, np.int64(0)).shape == (2, 1, 6, 16)
+
+
+@pytest.mark.parametrize("length", [2, 20])
+def test_the_kernels_name_the_mask_as_the_function_does(length, cpu_as_gpu, monkeypatch):
+    monkeypatch.setattr(CudaBackend, "refuse", lambda self, request: None)
+    q, k, v = draw(length=length, num_keys=20, dtype=torch.bfloat16)
+    with OpLog(), pytest.raises(ContractError, match="^attn_mask: wanted"):
+        attention(q, k, v, attn_mask=torch.ones(3, 20, dtype=torch.bool), backend="cuda")

@@ -58,6 +58,28 @@ def test_a_cache_is_refused_for_its_lengths_are_read():
         attention(q, k, k, cache)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_of_transformers(padded):
+    transformers = pytest.importorskip("transformers")
+    from cuteforge.integrations.transformers import register
+
+    register()
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="cuteforge",
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    tokens = meta(2, 5, dtype=torch.int64)
+    out = model(tokens, attention_mask=tokens if padded else None).logits
+    assert out.is_meta and out.shape == (2, 5, 64)
+
+
 # Mixed devices.
 
 CPU = {

@@ -1,6 +1,7 @@
-"""Calls of every family on an explicit stream that is behind: operands that the caller frees at once are read before anybody else gets their memory.
+"""Calls of every family on an explicit stream that is behind: operands that the caller frees at once are still read.
 
-Most operands are such that a wrapper has to copy them first: the copy runs on that stream, so what it copies has to live as long.
+Most operands are such that a wrapper has to copy them first. The copy runs on that stream, so what it copies has to
+live as long.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""A class that writes a tensor tells autograd so, as torch's own ops do: a graph that saved the tensor before refuses to use it."""
+"""A class that writes a tensor tells autograd so: a graph that saved the tensor before refuses to use it."""
 
 import pytest
 import torch

@@ -22,13 +22,14 @@ _MOST_STOLEN_BYTES = 2**28
 def check_operands_freed_at_once(draw: Draw, call: Call) -> None:
     """The results are those of a call that nothing disturbs.
 
-    `call` runs on a stream that sleeps. Its operands are freed while it sleeps, and all memory that the allocator then hands out is overwritten.
+    `call` runs on a stream that sleeps. Its operands are freed while it sleeps, and all memory that the allocator then
+    hands out is overwritten.
     """
     want = _values(call(draw(), None))
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    # Loads every kernel: CUDA loads one at its first launch, which may wait until all of the GPU is idle, and so for the sleep.
+    # Loads every kernel: CUDA loads one at its first launch, which may wait until all of the GPU is idle.
     _call_behind(draw, call, stream, 1)
     for cycles in (SLEEP_CYCLES // 8, SLEEP_CYCLES, 4 * SLEEP_CYCLES):
         got, was_behind = _call_behind(draw, call, stream, cycles)
@@ -39,7 +40,7 @@ def check_operands_freed_at_once(draw: Draw, call: Call) -> None:
 
 
 def _call_behind(draw: Draw, call: Call, stream: torch.cuda.Stream, cycles: int) -> tuple[list[torch.Tensor], bool]:
-    """The results of a call behind a sleep, and whether the stream still slept when the memory of its operands was overwritten."""
+    """The results of a call behind a sleep, and whether the sleep outlasted the writes to the memory of its operands."""
     tensors = draw()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

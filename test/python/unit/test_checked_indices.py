@@ -1,4 +1,4 @@
-"""Checked mode looks at indices as they are given: what int32 does not hold is refused, not cut off. No GPU: entries are stubs."""
+"""Checked mode looks at indices as they are given: what int32 does not hold is refused. No GPU: entries are stubs."""
 
 from __future__ import annotations
 

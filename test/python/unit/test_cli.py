@@ -362,7 +362,7 @@ for module in pkgutil.walk_packages(cuteforge.__path__, "cuteforge."):
     if not module.name.endswith("__main__"):
         try:
             importlib.import_module(module.name)
-        except ImportError as error:
+        except (ImportError, cuteforge.UnsupportedError) as error:  # not installed, or too old
             print("not here:", module.name, error, file=sys.stderr)
 for name in cuteforge.__all__:
     getattr(cuteforge, name)

@@ -22,6 +22,8 @@ def state():
 
 @pytest.fixture(autouse=True)
 def as_before():
+    """Nothing is frozen: other libraries of this process may have done so."""
+    gc.unfreeze()
     assert state() == (True, 0)
     yield
     gc.unfreeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 import cuteforge
+from helpers.floor import floor_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "python" / "cuteforge"
@@ -145,12 +148,19 @@ def test_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").read_text() == ""
 
 
+def serves_transformers() -> bool:
+    """Whether a transformers is here that the adapter takes."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    return Version(importlib.metadata.version("transformers")) >= Version(floor_of("transformers"))
+
+
 @functools.cache
 def public_objects() -> dict[str, Any]:
     """By name, also the classes of this library that they inherit from."""
     found = {name: getattr(cuteforge, name) for name in PUBLIC}
     for name, module in NEIGHBOURS.items():
-        if module != "cuteforge.integrations.transformers" or importlib.util.find_spec("transformers"):
+        if module != "cuteforge.integrations.transformers" or serves_transformers():
             found[name] = getattr(importlib.import_module(module), name)
     classes = [x for x in found.values() if isinstance(x, type)]
     bases = [base for x in classes for base in x.__mro__ if base.__module__.startswith("cuteforge.")]

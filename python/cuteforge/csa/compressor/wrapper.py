@@ -139,6 +139,7 @@ def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, known_as:
 
 def run_backward(inputs: tuple, ratio: int, coff: int, deterministic: bool, known_as: tuple | None = None) -> Gradients:
     """The backward wrapper, as `run_forward`."""
+    check_window(ratio, coff)  # before grad_ape gets a row for each token of it
     kv = inputs[0]
     grads = new_gradients(kv, ratio)
     config = (ratio, coff, deterministic)
@@ -243,7 +244,9 @@ def check_sizes(kv: Any, head_dim: int | None, ratio: int, coff: int) -> tuple[i
     if len(shape) != 2:
         got = f"shape {tuple(shape)}" if isinstance(kv, _Tensor) else kind_of(kv)
         raise ContractError(f"kv: wanted a tensor of shape (T, coff*d), got {got}")
-    ratio, coff = check_window(ratio, coff)
+    ratio, coff = integer("ratio", ratio, least=1), integer("coff", coff)
+    if coff not in (1, 2):
+        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
     head_dim = integer("head_dim", head_dim, least=1, or_none=True)
     columns = shape[1]
     if columns % coff or (head_dim is not None and columns != coff * head_dim):

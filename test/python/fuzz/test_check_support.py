@@ -11,8 +11,8 @@ import cuteforge
 from cuteforge import ContractError, TensorSpec, UnsupportedError
 from helpers.public_calls import OPS
 
-# No call takes longer: a table is walked, nothing is compiled. Twenty times what one takes on a busy machine.
-MOST_SECONDS = 1.0
+# No call takes longer: a table is walked, nothing is compiled. Of this thread: a busy machine may stop it for seconds.
+MOST_SECONDS = 0.3
 # What a refusal may begin with beside the arguments: parts of a table, and a limit.
 FACTS = ("cos", "sin", "freqs_cis", "D =", "arch")
 FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn")
@@ -251,7 +251,7 @@ def test_check_support_is_true_or_a_named_refusal(name, fuzz):
             assert re.match("(shape|stride|dtype|device)\\b", str(error))  # of a TensorSpec
             return
         names = [*inspect.signature(getattr(cuteforge, name)).parameters, *FACTS]
-        begun = time.perf_counter()
+        begun = time.thread_time()
         try:
             op = getattr(cuteforge, name)(**given)
             served.append(op.check_support())
@@ -259,7 +259,7 @@ def test_check_support_is_true_or_a_named_refusal(name, fuzz):
             assert op.workspace_bytes() >= 0
         except (ContractError, UnsupportedError) as error:
             assert any(str(error).startswith(name) for name in names), str(error)
-        assert time.perf_counter() - begun < MOST_SECONDS
+        assert time.thread_time() - begun < MOST_SECONDS
 
     fuzz.check(body, examples=150, data=st.data())
     assert served, "nothing was served: the configurations go together too rarely"

@@ -9,11 +9,13 @@ import torch
 
 from cuteforge.errors import ContractError
 from cuteforge.gqa.options import is_finite
+from cuteforge.torch_library import check_layout
 
 # What torch.compile lets vary counts as what it stands for.
 _INTEGERS = (numbers.Integral, torch.SymInt)
 _MOST = 2**63 - 1  # that torch's ops take
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_MOST_FLOAT = 1.7976931348623157e308  # an int may be larger
+_LEFT_ALONE = (float, torch.SymInt, torch.SymFloat)
 _FLAGS = (bool, torch.SymBool)
 
 
@@ -51,9 +53,9 @@ def finite(name: str, value: Any) -> float:
     Raises:
         ContractError: anything else; a tensor is none.
     """
-    if not is_finite(value):
+    if not is_finite(value) or not -_MOST_FLOAT <= value <= _MOST_FLOAT:
         raise ContractError(f"{name}: wanted a finite number, got {described(value)}")
-    return value if isinstance(value, _NUMBERS) else float(value)
+    return value if isinstance(value, _LEFT_ALONE) else float(value)
 
 
 def require_tensor(name: str, value: Any) -> None:
@@ -64,9 +66,7 @@ def require_tensor(name: str, value: Any) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise ContractError(f"{name}: wanted a torch.Tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else "sparse"
-        raise ContractError(f"{name}: wanted a dense tensor, got a {kind} one")
+    check_layout(name, value)
 
 
 def described(value: Any) -> str:

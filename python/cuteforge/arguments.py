@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import sys
 from typing import Any
 
 from cuteforge.errors import ContractError
@@ -86,9 +87,9 @@ def finite(name: str, value: Any) -> float:
     Raises:
         ContractError: anything else; a tensor is none.
     """
-    if not is_finite(value):
-        raise ContractError(f"{name}: wanted a finite number, got {described(value)}")
-    return value if type(value).__name__ in ("int", "float", "SymInt", "SymFloat") else float(value)
+    if type(value).__name__ in ("float", "SymInt", "SymFloat") and is_finite(value):
+        return value
+    return number(name, value, most=sys.float_info.max)
 
 
 def number(name: str, value: Any, least: float | None = None, most: float = MOST_FP32) -> float:

@@ -188,14 +188,14 @@ def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> N
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor without strides.
+    """Refuse a tensor that is sparse, nested or quantized.
 
     Raises:
         ContractError: names the tensor.
     """
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
-        raise ContractError(f"{name}: wanted a strided tensor, got {got}")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        raise ContractError(f"{name}: wanted a dense tensor, got a {kind} one")
 
 
 def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:

@@ -120,6 +120,8 @@ def _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> tuple[
     if attn_mask is not None and getattr(attn_mask, "dtype", None) is not torch.bool:
         got = attn_mask.dtype if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
         raise ContractError(f"attn_mask: wanted a bool tensor, True keeps a score, got {got}")
+    if attn_mask is not None:
+        require_tensor("attn_mask", attn_mask)
     if scale is not None:
         scale = finite("scale", scale)
     if kv_cache is not None:

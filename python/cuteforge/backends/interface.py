@@ -11,6 +11,7 @@ import torch
 from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import MAX_DECODE_TOKENS
+from cuteforge.torch_library import check_layout
 
 if TYPE_CHECKING:
     from cuteforge.backends.kv_cache import Batch, KVCache
@@ -181,6 +182,4 @@ def require_tensor(name: str, value: Any) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(value)}")
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else "sparse"
-        raise ContractError(f"{name}: wanted a dense tensor, got a {kind} one")
+    check_layout(name, value)

@@ -108,7 +108,7 @@ def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angle
             require_tensor(name, tensor)
     check_heads(x, "x")
     if isinstance(freqs_cis, torch.Tensor) and freqs_cis.is_complex():
-        freqs_cis = torch.view_as_real(freqs_cis)
+        freqs_cis = torch.view_as_real(freqs_cis.resolve_conj())
     angles = angles_of(freqs_cis, cos, sin, positions)
     if len(angles) == 1 and x.dim() == 4 and freqs_cis.dim() == 3:
         return (freqs_cis.expand(x.shape[0], *freqs_cis.shape),)

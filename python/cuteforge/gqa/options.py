@@ -87,8 +87,8 @@ def checked_scale(value: Any, is_traced: bool = False) -> float | None:
     """`value` as a float, or None.
 
     Args:
-        is_traced: torch.compile may let the number vary. A comparison with anything but the infinities would pin it, so that only the op that it
-            goes to looks further.
+        is_traced: torch.compile may let the number vary. A comparison with anything but the infinities would pin it;
+            the op that it goes to checks it.
 
     Raises:
         ContractError: no finite number; a tensor is none.

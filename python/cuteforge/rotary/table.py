@@ -260,9 +260,14 @@ def rotary_frequencies(
 
 def _device(device: Any) -> torch.device | None:
     try:
-        return None if device is None else torch.device(device)
+        found = None if device is None else torch.device(device)
     except (TypeError, RuntimeError, ValueError) as error:
         raise ContractError(f"device: wanted None or a device of torch, got {described(device)}") from error
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        raise UnsupportedError(f"device: torch cannot use {found} here: {error}") from error
+    return found
 
 
 def _checked_base(base: Any, theta: float | None) -> float:

@@ -174,6 +174,8 @@ def angles_of(freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
         if not isinstance(tensor, _Tensor):
             name = next(n for n, t in zip(_ANGLE_NAMES[len(angles)], angles) if t is tensor)
             raise ContractError(f"{name}: wanted a tensor, got {kind_of(tensor)}")
+    for name, tensor in zip(_ANGLE_NAMES[len(angles)], angles):
+        check_layout(name, tensor)
     if freqs_cis is None:
         if cos.dim() != 2:
             raise ContractError(f"cos: wanted shape (max_pos, rotary_dim/2), got {tuple(cos.shape)}")
@@ -270,6 +272,8 @@ def _given_or_new(out: Any, x: torch.Tensor) -> Any:
 
 def _check_target(name: str, target: Any, x: torch.Tensor) -> None:
     """Refuse what a copy would convert or broadcast."""
+    if isinstance(target, _Tensor):
+        check_layout(name, target)
     if isinstance(target, _Tensor) and (target.shape != x.shape or target.dtype != x.dtype):
         wanted, got = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (x, target))
         raise ContractError(f"{name}: wanted {wanted}, got {got}")

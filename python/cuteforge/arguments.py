@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import sys
 from typing import Any
 
 from cuteforge.errors import ContractError
@@ -12,24 +13,27 @@ from cuteforge.errors import ContractError
 # No extent, count or offset of the library is larger.
 MOST = 2**63 - 1
 # The largest finite number of the kernels' arithmetic.
-_MOST_FP32 = 3.4028234663852886e38
+MOST_FP32 = 3.4028234663852886e38
+_NUMPY_BOOLS = ("bool", "bool_")
+_PLAIN = {int}
 # Kinds of stream without an attribute that tells them, of cuda.bindings.
 _STREAMS = ("CUstream", "cudaStream_t")
 _MOST_TEXT = 40
 
 
-def flag(name: str, value: Any) -> bool:
-    """`value` as a bool. A number is none: 0 and 1 are raw streams, too.
+def flag(name: str, value: Any, *, or_number: bool = False) -> bool:
+    """`value` as a plain bool: a bool, numpy's too, or one that torch.compile lets vary.
+
+    Args:
+        or_number: whether 0 and 1 are flags as well. Where streams are taken they are not: 0 and 1 are raw streams.
 
     Raises:
-        ContractError: neither a bool, nor numpy's, nor one that torch.compile lets vary.
+        ContractError: anything else, None and tensors included.
     """
     kind = type(value)
-    if (
-        kind is bool
-        or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
-        or kind.__name__ == "SymBool"
-    ):
+    if kind is bool or kind.__name__ == "SymBool" or (kind.__module__ == "numpy" and kind.__name__ in _NUMPY_BOOLS):
+        return True if value else False  # noqa: SIM210  bool() of a traced comparison stays one
+    if or_number and isinstance(value, numbers.Integral) and value in (0, 1):
         return bool(value)
     raise ContractError(f"{name}: wanted True or False, got {described(value)}")
 
@@ -45,7 +49,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
     if type(value).__name__ == "SymInt":
         if least is None or value >= least:
             return value
-    elif isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    elif type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool)):
         as_int = int(value)
         if as_int <= most and (least is None or as_int >= least):
             return as_int
@@ -53,12 +57,42 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
     raise ContractError(f"{name}: wanted {'None or ' * or_none}an int{wanted}, got {described(value)}")
 
 
+def integers(name: str, values: Any, least: int | None = None) -> list[int]:
+    """`values`, a sequence or an array of numpy, as a new list of int.
+
+    Raises:
+        ContractError: as `integer`, for ``name[i]``; or no sequence, or a tensor, which could be on a GPU.
+    """
+    if hasattr(values, "requires_grad"):
+        raise ContractError(f"{name}: wanted a sequence of int, got {kind_of(values)}; pass {name}.tolist()")
+    try:
+        if isinstance(values, (dict, set, frozenset)):
+            raise TypeError("it has no order")
+        items = list(values.tolist() if hasattr(values, "tolist") else values)
+    except TypeError as error:
+        raise ContractError(f"{name}: wanted a sequence of int, got {described(values)} ({error})") from None
+    if least is None and _PLAIN.issuperset(map(type, items)):
+        return items
+    return [integer(f"{name}[{i}]", item, least) for i, item in enumerate(items)]
+
+
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number; by comparison, as `math.isfinite` takes none that torch.compile lets vary."""
+    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
     return isinstance(value, numbers.Real) and -math.inf < value < math.inf
 
 
-def number(name: str, value: Any, least: float | None = None, most: float = _MOST_FP32) -> float:
+def finite(name: str, value: Any) -> float:
+    """`value` as a finite number of Python, numpy's are taken; one that torch.compile lets vary stays as it is and is not pinned.
+
+    Raises:
+        ContractError: anything else; a tensor is none.
+    """
+    if type(value).__name__ in ("float", "SymInt", "SymFloat") and is_finite(value):
+        return value
+    return number(name, value, most=sys.float_info.max)
+
+
+def number(name: str, value: Any, least: float | None = None, most: float = MOST_FP32) -> float:
     """`value` as a finite float, in fp32 too unless `most` says otherwise; numpy's are taken. A bool is none where there is a `least`.
 
     Raises:

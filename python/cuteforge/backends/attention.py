@@ -8,14 +8,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge import known_calls
+from cuteforge.arguments import finite, flag, integer
 from cuteforge.backends import registry
-from cuteforge.backends.arguments import finite, flag, integer, require_tensor
 from cuteforge.backends.interface import (
     AttentionBackend,
     Request,
     check_operands,
     find_fwd,
     refusal_of,
+    require_tensor,
     unserved_options,
 )
 from cuteforge.backends.selection import Decision, Policy, constant_result, constants, derivative_of, dtype_named
@@ -125,7 +126,7 @@ def _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> tuple[
         scale = finite("scale", scale)
     if kv_cache is not None:
         layer_id = _checked_layer(kv_cache, layer_id)
-    return flag("is_causal", is_causal), scale, layer_id
+    return flag("is_causal", is_causal, or_number=True), scale, layer_id
 
 
 def _checked_layer(kv_cache: Any, layer_id: Any) -> int:

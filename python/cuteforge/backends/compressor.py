@@ -9,8 +9,9 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from cuteforge import known_calls
+from cuteforge.arguments import integer
 from cuteforge.backends import registry
-from cuteforge.backends.arguments import integer, require_tensor
+from cuteforge.backends.interface import require_tensor
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.backends.selection import (
     Candidate,

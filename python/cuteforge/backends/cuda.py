@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
-
 from cuteforge.api_base import APIBase
 from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
 from cuteforge.backends.kernels import Spec, kernel_refusals
@@ -39,7 +37,7 @@ class CudaBackend(AttentionBackend):
     def refuse(self, request: Request) -> str | None:
         return "; ".join(_refusals(request)) or None
 
-    def forward(self, *operands: Any, **options: Any) -> torch.Tensor:
+    def forward(self, *operands, **options):
         try:
             return super().forward(*operands, **options)
         except ContractError as error:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cuteforge.backends.integers import checked_ints
+from cuteforge.arguments import integers
 from cuteforge.backends.kv_cache import KVCache
 from cuteforge.errors import ContractError
 from cuteforge.torch_library import check_layout
@@ -88,7 +88,7 @@ class DecodeGraph:
         """
         # As a bind does, also where the call is refused before.
         self._cache.keep_stored()
-        requests = checked_ints("requests", requests)
+        requests = integers("requests", requests)
         count = len(requests)
         size = next((size for size in self.batch_sizes if size >= count), None)
         if size is None:
@@ -189,7 +189,7 @@ class DecodeGraph:
 
 
 def _checked_sizes(batch_sizes: Any, largest: int) -> tuple[int, ...]:
-    sizes = _powers_of_two(largest) if batch_sizes is None else sorted(set(checked_ints("batch_sizes", batch_sizes)))
+    sizes = _powers_of_two(largest) if batch_sizes is None else sorted(set(integers("batch_sizes", batch_sizes)))
     if not sizes or sizes[0] < 1 or sizes[-1] > largest:
         raise ContractError(f"batch_sizes: wanted some from 1 to max_requests = {largest}, got {sizes}")
     return tuple(sizes)

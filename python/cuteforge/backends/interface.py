@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from cuteforge.backends.arguments import described, require_tensor
+from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.gqa.api import MAX_DECODE_TOKENS
+from cuteforge.torch_library import check_layout
 
 if TYPE_CHECKING:
     from cuteforge.backends.kv_cache import Batch, KVCache
@@ -171,3 +172,14 @@ def check_operands(q: Any, k: Any, v: Any, kv_cache: Any) -> None:
             served, wanted = (3, 4), f"(T, {tail}, or (B, 1, {tail} in decode"
         if rank not in served:
             raise ContractError(f"{name}: wanted shape {wanted}, got {tuple(x.shape)}")
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Refuse what is no tensor, and tensors that are sparse, nested or quantized.
+
+    Raises:
+        ContractError: names the argument.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(value)}")
+    check_layout(name, value)

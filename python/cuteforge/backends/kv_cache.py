@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cuteforge.backends.integers import checked_int, checked_ints
+from cuteforge.arguments import integer, integers
 from cuteforge.backends.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.streams import is_capturing
@@ -93,7 +93,7 @@ class KVCache:
         heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
         limits = {"page_size": page_size, "max_requests": max_requests, "max_seqlen": max_seqlen}
-        num_pages = checked_int("num_pages", num_pages, at_least=1, at_most=_MAX_PAGES)
+        num_pages = integer("num_pages", num_pages, least=1, most=_MAX_PAGES)
         self.num_layers, num_kv_heads, *dims = _checked_sizes(heads)
         self.page_size, self.max_requests, self.max_seqlen = _checked_sizes(limits)
         self.dtype, device = _checked_dtype(dtype), _checked_device(device)
@@ -169,7 +169,7 @@ class KVCache:
         return self._pools[1][self._checked_layer(layer)]
 
     def _checked_layer(self, layer: Any) -> int:
-        number = layer if type(layer) is int else checked_int("layer", layer)
+        number = layer if type(layer) is int else integer("layer", layer)
         if not 0 <= number < self.num_layers:
             raise ContractError(f"layer: wanted one in [0, {self.num_layers}), got {layer!r}")
         return number
@@ -219,8 +219,8 @@ class KVCache:
             RuntimeError: torch's current stream is being captured.
         """
         self.keep_stored()
-        bound = self._find(checked_ints("requests", requests))
-        counts = checked_ints("lengths", lengths, at_least=0)
+        bound = self._find(integers("requests", requests))
+        counts = integers("lengths", lengths, least=0)
         if len(counts) != len(bound):
             raise ContractError(f"lengths: wanted {len(bound)}, one a request, got {len(counts)}")
         self._bind(bound, counts)
@@ -253,8 +253,8 @@ class KVCache:
         self._allocator.check_room(bound, [1] * len(bound))
 
     def _decode_rows(self, requests: Any, pad_to: Any) -> tuple[list[int], int]:
-        numbers = checked_ints("requests", requests)
-        return numbers, len(numbers) if pad_to is None else checked_int("pad_to", pad_to, at_least=0)
+        numbers = integers("requests", requests)
+        return numbers, len(numbers) if pad_to is None else integer("pad_to", pad_to, least=0)
 
     def _find_padded(self, numbers: list[int], num_rows: int) -> list[Request]:
         bound = self._find(numbers)
@@ -433,7 +433,7 @@ class KVCache:
 
 
 def _checked_sizes(sizes: dict[str, Any]) -> list[int]:
-    return [checked_int(name, value, at_least=1, at_most=_MAX_INT32) for name, value in sizes.items()]
+    return [integer(name, value, least=1, most=_MAX_INT32) for name, value in sizes.items()]
 
 
 def _check_bytes(name: str, what: str, num_bytes: int) -> None:

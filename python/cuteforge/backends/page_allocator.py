@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cuteforge.backends.integers import checked_int, checked_ints
+from cuteforge.arguments import integer, integers
 from cuteforge.backends.prefix_tree import Chunk, PrefixNode, PrefixTree
 from cuteforge.errors import ContractError
 
@@ -113,7 +113,7 @@ class PageAllocator:
 
     def __getitem__(self, request: int) -> Request:
         try:
-            return self._requests[checked_int("request", request)]
+            return self._requests[integer("request", request)]
         except (KeyError, ContractError):
             wanted = "wanted one that was added and not freed"
             raise ContractError(f"request: {wanted}, got {request!r:.80}") from None
@@ -123,7 +123,7 @@ class PageAllocator:
 
         The last token is never taken as stored, so that a model has one to compute.
         """
-        prompt = () if tokens is None else tuple(checked_ints("tokens", tokens))
+        prompt = () if tokens is None else tuple(integers("tokens", tokens))
         if len(prompt) > self.max_seqlen:
             raise ContractError(f"tokens: wanted at most max_seqlen = {self.max_seqlen} tokens, got {len(prompt)}")
         if not self._free_rows:

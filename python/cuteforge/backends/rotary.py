@@ -8,8 +8,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge import known_calls
+from cuteforge.arguments import flag
 from cuteforge.backends import registry
-from cuteforge.backends.arguments import flag, require_tensor
+from cuteforge.backends.interface import require_tensor
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.backends.selection import (
     Candidate,
@@ -81,7 +82,7 @@ def apply_rotary_emb(
         if results is not None:
             return results[0]
     angles = _angles(x, *table)
-    interleaved, inverse = flag("interleaved", interleaved), flag("inverse", inverse)
+    interleaved, inverse = flag("interleaved", interleaved, or_number=True), flag("inverse", inverse, or_number=True)
     request = _facts(x, angles)
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
     result = chosen.run(x, angles, interleaved, inverse)
@@ -96,7 +97,7 @@ def explain_rotary_emb(
 ) -> Decision:
     """What `apply_rotary_emb` would do with these arguments; see `explain.explain`."""
     for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        flag(name, value)
+        flag(name, value, or_number=True)
     return _policy.decide(_facts(x, _angles(x, freqs_cis, cos, sin, positions)), backend)
 
 

@@ -544,11 +544,8 @@ def test_integers_of_numpy_count_as_integers(number):
 
 @pytest.mark.parametrize("name", [*SIZES, *LIMITS, "v_head_dim"])
 def test_sizes_that_are_none_are_refused_by_name(name):
-    for value in (0, 2.0, True, -1, "4", torch.tensor(4), np.float64(4), [4]):
-        with pytest.raises(ContractError, match=rf"^{name}: wanted an int of 1 or more, got "):
-            make(**{name: value})
-    for value in (2**31, 2**63, 2**70):
-        with pytest.raises(ContractError, match=rf"^{name}: wanted at most \d+, got {value}$"):
+    for value in (0, 2.0, True, -1, "4", torch.tensor(4), np.float64(4), [4], 2**31, 2**63, 2**70):
+        with pytest.raises(ContractError, match=rf"^{name}: wanted an int from 1 to \d+, got "):
             make(**{name: value})
 
 

@@ -82,7 +82,7 @@ def swept(name, round_seed, enter=lambda stack: None, without=()):
 
     want, call = within(lambda: answer(make())), make()
     by_argument = [
-        [(argument, *each) for each in nonsense_for(call.argument(argument))]
+        [(argument, *each) for each in nonsense_for(argument, call.argument(argument))]
         for argument in call.names
         if argument not in without
     ]

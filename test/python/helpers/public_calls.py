@@ -326,6 +326,7 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "KVCache.v_pool": lambda: _cache_method("v_pool", layer=0),
     "KVCache.check_decode": lambda: _cache_method("check_decode", requests=[0, 1], pad_to=3),
     "KVCache.mark_stored": lambda: _cache_method("mark_stored", layer=0),
+    "KVCache.keep_stored": lambda: _cache_method("keep_stored"),
     "KVCache.rollback": lambda: _cache_method("rollback"),
     "KVCache.step": lambda: _cache_method("step"),
     "DecodeGraph": lambda: of(cuteforge.DecodeGraph, step=lambda x: x, cache=cache(), batch_sizes=[1, 2]),

@@ -16,6 +16,7 @@ from helpers import fuzz as fuzzing
 from helpers import parallel, recorder
 
 _GPU_TESTS = Path(__file__).parent / "fe_api"
+_SETTINGS = Path(__file__).parent / "pytest.ini"
 # An example that takes long, or is drawn slowly, is no fault: other processes have the machine too.
 hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -39,6 +40,9 @@ def pytest_cmdline_main(config) -> None:
 
 
 def pytest_configure(config) -> None:
+    if config.inipath != _SETTINGS:
+        # pytest looks for its settings before it knows the options below, and takes a FILE that exists for one more path with tests
+        raise pytest.UsageError(f"{_SETTINGS.name} was not found: write --gpu-record=FILE, with an equals sign")
     config.addinivalue_line("markers", "gpu: runs a kernel; needs a CUDA device")
     config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
     if hasattr(config, "workerinput"):

@@ -1,6 +1,6 @@
 """The record of the last GPU runs of the whole suite, and whether the sources it vouches for have changed since.
 
-``python -m pytest test/python --gpu-record test/gpu_record.json`` adds a run to it (`recorder.py`), and
+``python -m pytest test/python --gpu-record=test/gpu_record.json`` adds a run to it (`recorder.py`), and
 ``python test/python/helpers/gpu_record.py --check`` reads it, so that a machine without a GPU can say what has been tested on one.
 Checking needs neither torch nor pytest nor a GPU.
 """

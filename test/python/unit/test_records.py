@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from helpers import floor, gpu_record, parallel, recorder, torch_matrix
+
+SUITE = Path(__file__).resolve().parents[1]
 
 # A suite of two files: two passes, a failure, two skips.
 RIGHT = """
@@ -410,3 +414,13 @@ def test_processes_are_as_many_as_cores_and_memory_allow(monkeypatch, cores, gib
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(parallel.os, "sysconf", sizes.__getitem__)
     assert parallel.default_processes() == processes
+
+
+def test_a_record_that_hides_the_settings_is_refused(tmp_path):
+    """Behind a blank an existing file counts as a path with tests, which moves the place where pytest looks for its settings."""
+    record = tmp_path / "record.json"
+    record.write_text("{}")
+    command = [sys.executable, "-m", "pytest", str(SUITE), "--collect-only", "-q", "-k", "no_such_test"]
+    refused = subprocess.run([*command, "--gpu-record", str(record)], capture_output=True, text=True)
+    assert refused.returncode == pytest.ExitCode.USAGE_ERROR, refused.stdout
+    assert "write --gpu-record=FILE, with an equals sign" in refused.stderr

@@ -191,7 +191,8 @@ def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
     )
     named = [*call.names, *_FACTS] if may_mean_something else list(replaced)
     names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
-    return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
+    subject = message.partition(": wanted ")[0]  # all of a text of another form
+    return any(re.search(rf"\b{re.escape(name)}\b", subject) for name in names)
 
 
 # What an argument is called further down.

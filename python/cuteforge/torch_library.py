@@ -18,7 +18,7 @@ from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from cuteforge.arguments import kind_of
+from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.launch import count_writes
 from cuteforge.runtime.streams import record_streams, stream_context
@@ -185,6 +185,25 @@ def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> N
                 f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {op_name} records no graph: "
                 "call it under torch.no_grad()"
             )
+
+
+def usable_device(device: Any) -> torch.device:
+    """`device` as a torch.device on which torch can make tensors here.
+
+    Raises:
+        ContractError: no device of torch.
+        UnsupportedError: one that torch cannot use on this machine.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ContractError(f"device: wanted a torch.device or its name, got {described(device)}") from error
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedError(f"device: torch cannot use {found} here: {reason:.200}") from error
+    return found
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from cuteforge.arguments import integer, integers
 from cuteforge.backends.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime.streams import is_capturing
-from cuteforge.torch_library import check_layout, refuse_grad
+from cuteforge.torch_library import check_layout, refuse_grad, usable_device
 
 __all__ = ["Batch", "CacheFull", "KVCache"]
 
@@ -449,18 +449,9 @@ def _checked_dtype(dtype: Any) -> torch.dtype:
 
 
 def _checked_device(device: Any) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ContractError(f"device: wanted a torch.device or its name, got {device!r:.80} ({reason})") from None
+    found = usable_device(device)
     if found.type == "meta":
         raise UnsupportedError("device: wanted one with memory, got meta")
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedError(f"device: torch cannot use {found} here: {reason:.200}") from error
     return found
 
 

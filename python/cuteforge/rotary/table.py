@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from cuteforge.arguments import described, integer, number
+from cuteforge.arguments import integer, number
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.torch_library import usable_device
 
 _DEFAULT_BASE = 10000.0
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
@@ -231,7 +232,7 @@ def rotary_table(
     """
     max_pos = integer("max_pos", max_pos, least=0, most=_MOST_POSITIONS)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)
-    device = _device(device)
+    device = None if device is None else usable_device(device)
     frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
     cos, sin = (torch.empty(max_pos, len(frequencies), dtype=torch.float32, device=device) for _ in range(2))
     rows = max(1, _CHUNK_ELEMENTS // len(frequencies))
@@ -256,18 +257,6 @@ def rotary_frequencies(
     if chosen is None:
         return frequencies, 1.0
     return chosen.scale(frequencies, rotary_dim, base), chosen.amplitude
-
-
-def _device(device: Any) -> torch.device | None:
-    try:
-        found = None if device is None else torch.device(device)
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise ContractError(f"device: wanted None or a device of torch, got {described(device)}") from error
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-        raise UnsupportedError(f"device: torch cannot use {found} here: {error}") from error
-    return found
 
 
 def _checked_base(base: Any, theta: float | None) -> float:

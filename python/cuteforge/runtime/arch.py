@@ -113,10 +113,10 @@ def _device_arch(device_index: int) -> Arch:
     )
 
 
-def _has_device() -> bool:
+def _has_device(index: int = 0) -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and index < torch.cuda.device_count()
 
 
 def resolve_arch(arch: str | None, device_index: int | None) -> Arch:
@@ -132,21 +132,24 @@ def resolve_arch(arch: str | None, device_index: int | None) -> Arch:
 
     Raises:
         ContractError: not the name of an architecture.
-        UnsupportedError: compute capability below 8.0, or neither a name nor a GPU.
+        UnsupportedError: compute capability below 8.0, neither a name nor a GPU, or no such GPU.
     """
     name, source = (arch, "arch") if arch is not None else (env.arch(), "CUTEFORGE_ARCH")
     if name is not None:
         named = _named_arch(name, source)
-        if device_index is None or not _has_device():
+        if device_index is None or not _has_device(device_index):
             return named
         device = _device_arch(device_index)
         return device if device.name == name else named
     if not _has_device():
         raise UnsupportedError('arch: no GPU here to take it from; pass arch="sm_90a" or set CUTEFORGE_ARCH=sm_90a')
-    if device_index is None:
-        import torch
+    import torch
 
+    if device_index is None:
         device_index = torch.cuda.current_device()
+    if not _has_device(device_index):
+        there = torch.cuda.device_count()
+        raise UnsupportedError(f"device: wanted one of the {there} GPUs that torch sees, got cuda:{device_index}")
     return _device_arch(device_index)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cuteforge import ContractError, KVCache, UnsupportedError, apply_rotary_emb, attention, compress
+from helpers.floor import floor_of
 from helpers.policy import draw
 
 OPTIONS = {
@@ -60,7 +61,7 @@ def test_a_cache_is_refused_for_its_lengths_are_read():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_of_transformers(padded):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=floor_of("transformers"))
     from cuteforge.integrations.transformers import register
 
     register()

@@ -14,7 +14,7 @@ from helpers.public_calls import OPS
 # No call takes longer: a table is walked, nothing is compiled. Of this thread: a busy machine may stop it for seconds.
 MOST_SECONDS = 0.3
 # What a refusal may begin with beside the arguments: parts of a table, and a limit.
-FACTS = ("cos", "sin", "freqs_cis", "D =", "arch")
+FACTS = ("cos", "sin", "freqs_cis", "D =", "arch", "device")
 FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn")
 INTS = ("int32", "int64", "bool", "uint8")
 

@@ -36,6 +36,7 @@ def gpu(monkeypatch):
             L2_cache_size=50 << 20,
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: queries.append(index) or facts)
         return queries
@@ -101,6 +102,13 @@ def test_a_gpu_is_asked_once_and_its_own_facts_are_used(gpu):
 def test_neither_gpu_nor_name_says_how_to_name_one():
     with pytest.raises(UnsupportedError, match="CUTEFORGE_ARCH=sm_90a"):
         resolve_arch(None, None)
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name_and_a_named_architecture_is_not(gpu):
+    gpu(9, 0)
+    with pytest.raises(UnsupportedError, match=r"^device: wanted one of the 8 GPUs that torch sees, got cuda:8$"):
+        resolve_arch(None, 8)
+    assert resolve_arch("sm_90a", 8).name == "sm_90a"
 
 
 def test_gpu_below_8_0_is_refused_by_name(gpu):

@@ -197,7 +197,9 @@ def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
 
 # What an argument is called further down.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "table": ("freqs_cis", "cos", "sin"),
+    "table": ("freqs_cis", "cos", "sin", "positions"),
+    "cos": ("freqs_cis",),  # there is one or the other
+    "sin": ("freqs_cis",),
     "kv_cache": ("cache",),
     "is_causal": ("causal",),
     "scale": ("softmax_scale",),
@@ -230,7 +232,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "None": (type(None),),
     "Sequence": (list, tuple, range, np.ndarray, torch.Tensor, types.GeneratorType, str, bytes),
-    "tuple": (list, tuple, torch.Size, range, np.ndarray, set, types.GeneratorType),
+    "tuple": (list, tuple, torch.Size, range, np.ndarray, set, dict, types.GeneratorType),
     "Window": (tuple, list),
     "device": (str, torch.device),
     "dtype": (torch.dtype, str),
@@ -243,7 +245,7 @@ _KINDS_BY_NAME: dict[str, tuple[type, ...]] = {
     "dtype": (torch.dtype, str),
     "backend": (str, type(None), type),
     "stream": (int, type(None)),
-    "stride": (list, tuple, range, np.ndarray, set, types.GeneratorType, type(None)),
+    "stride": (list, tuple, range, np.ndarray, set, dict, types.GeneratorType, type(None)),
     "step": (type(print), type),
     "function": (str, torch.Tensor),
     "x": (torch.Tensor, TensorSpec),

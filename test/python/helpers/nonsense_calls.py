@@ -191,12 +191,15 @@ def _names(message: str, call: Call, replaced: dict[str, str]) -> bool:
     )
     named = [*call.names, *_FACTS] if may_mean_something else list(replaced)
     names = [*named, *(other for name in named for other in _OTHER_NAMES.get(name, ()))]
-    return any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
+    subject = message.partition(": wanted ")[0]  # all of a text of another form
+    return any(re.search(rf"\b{re.escape(name)}\b", subject) for name in names)
 
 
 # What an argument is called further down.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "table": ("freqs_cis", "cos", "sin"),
+    "table": ("freqs_cis", "cos", "sin", "positions"),
+    "cos": ("freqs_cis",),  # there is one or the other
+    "sin": ("freqs_cis",),
     "kv_cache": ("cache",),
     "is_causal": ("causal",),
     "scale": ("softmax_scale",),
@@ -229,7 +232,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "None": (type(None),),
     "Sequence": (list, tuple, range, np.ndarray, torch.Tensor, types.GeneratorType, str, bytes),
-    "tuple": (list, tuple, torch.Size, range, np.ndarray, set, types.GeneratorType),
+    "tuple": (list, tuple, torch.Size, range, np.ndarray, set, dict, types.GeneratorType),
     "Window": (tuple, list),
     "device": (str, torch.device),
     "dtype": (torch.dtype, str),
@@ -242,7 +245,7 @@ _KINDS_BY_NAME: dict[str, tuple[type, ...]] = {
     "dtype": (torch.dtype, str),
     "backend": (str, type(None), type),
     "stream": (int, type(None)),
-    "stride": (list, tuple, range, np.ndarray, set, types.GeneratorType, type(None)),
+    "stride": (list, tuple, range, np.ndarray, set, dict, types.GeneratorType, type(None)),
     "step": (type(print), type),
     "function": (str, torch.Tensor),
     "x": (torch.Tensor, TensorSpec),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -418,9 +419,16 @@ def test_processes_are_as_many_as_cores_and_memory_allow(monkeypatch, cores, gib
 
 def test_a_record_that_hides_the_settings_is_refused(tmp_path):
     """Behind a blank an existing file counts as a path with tests, which moves the place where pytest looks for its settings."""
-    record = tmp_path / "record.json"
+    suite = tmp_path / "test" / "python"
+    suite.mkdir(parents=True)
+    for name in ("conftest.py", "pytest.ini"):
+        shutil.copy(SUITE / name, suite)
+    (tmp_path / "pyproject.toml").touch()
+    record = tmp_path / "test" / "record.json"
     record.write_text("{}")
-    command = [sys.executable, "-m", "pytest", str(SUITE), "--collect-only", "-q", "-k", "no_such_test"]
-    refused = subprocess.run([*command, "--gpu-record", str(record)], capture_output=True, text=True)
+    command, places = [sys.executable, "-m", "pytest", str(suite)], {**os.environ, "PYTHONPATH": str(SUITE)}
+    refused = subprocess.run([*command, "--gpu-record", str(record)], capture_output=True, text=True, env=places)
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR, refused.stdout
     assert "write --gpu-record=FILE, with an equals sign" in refused.stderr
+    taken = subprocess.run([*command, f"--gpu-record={record}"], capture_output=True, text=True, env=places)
+    assert taken.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, taken.stderr

@@ -120,7 +120,10 @@ def test_what_could_not_be_stored_is_a_row_with_the_reason_and_status_1(config, 
 def run_warmup(config: str, cache) -> subprocess.Popen:
     options = ["--arch", "sm_90a", "--jobs", "2", "--config", config]
     code = (
-        f"from cuteforge.__main__ import main\nif __name__ == '__main__':\n    exit(main(['warmup', *{options!r}]))\n"
+        "import signal\nfrom cuteforge.__main__ import main\nif __name__ == '__main__':\n"
+        # a shell starts what runs in the background with interrupts ignored
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"    exit(main(['warmup', *{options!r}]))\n"
     )
     # a home of its own, and no line of the table broken
     return process.start(code, CUTEFORGE_CACHE_DIR=cache, XDG_CACHE_HOME=Path(config).parent / "home", COLUMNS=400)

@@ -27,7 +27,9 @@ class Entry:
 
 @pytest.fixture
 def raw_stream(monkeypatch):
+    """A stream, and no current GPU: a torch built with CUDA asks the driver for one, and there may be no driver."""
     monkeypatch.setattr("cuteforge.api_base.raw_stream", lambda device: 77)
+    monkeypatch.setattr("cuteforge.known_calls.current_device", lambda: None)
 
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 
 from cuteforge.api_base import APIBase
 from cuteforge.errors import ContractError
+from cuteforge.families.attention.forward.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
+from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
-from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
 from cuteforge.gqa.options import ScoreOptions, checked_scale, checked_softcap, checked_window
-from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.tensor_spec import Dims, Operand, Signature, TensorSpec

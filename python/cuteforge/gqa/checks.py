@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.families.attention.forward.config import MAX_HEAD_DIM
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.tensor_spec import Dims
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "kv_indptr")

@@ -9,7 +9,7 @@ import torch
 
 from cuteforge.api_base import APIBase, TupleDict
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.families.attention.forward.config import MAX_HEAD_DIM
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
 from cuteforge.op_cache import run_op
 from cuteforge.runtime.arch import Arch

@@ -161,7 +161,7 @@ def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> 
     refusals = []
     for candidate in _relaxed(tile):
         for cluster in (MAX_CLUSTER, 0) if is_new else (0,):
-            traits = Traits(problem, candidate, splits, is_new, cluster)
+            traits = Traits(problem, candidate, splits=splits, dependent_launch=is_new, cluster=cluster)
             refusal = why_not(traits, arch)
             if refusal is None:
                 return traits

@@ -143,8 +143,7 @@ class Attention(Entry):
         batch, row_tile, granule, left, part = shares.first_segment(split)
         if cutlass.const_expr(traits.cluster > 0):
             if log_cluster > 0:
-                work = WorkTile(counts, batch, head, row_tile)
-                self._cluster_part(log_cluster, work, sAddress, rank)[1].begin(tidx)
+                self._cluster_part(log_cluster, WorkTile(counts, batch, head, row_tile), sAddress, rank)[1].begin(tidx)
         going = left > 0 or shares.pieces > 0
         while going:
             granules = shares.granules_of(batch)

@@ -9,8 +9,8 @@ import torch
 
 from cuteforge.api_base import APIBase, TupleDict
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.op_cache import run_op
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey

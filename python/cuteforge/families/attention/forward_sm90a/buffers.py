@@ -1,4 +1,4 @@
-"""Shared memory of a CTA: buffers of queries, keys and values, and what each unit is."""
+"""Shared memory of a CTA: buffers of queries, keys and values, and what each work tile is."""
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -8,7 +8,7 @@ from cuteforge.device.stages_sm90 import BARRIERS, Stages
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.config import (
     COPY_WARPS,
-    INFO_BYTES,
+    FIELDS_BYTES,
     SMEM_ALIGNMENT,
     TOKEN_WARPS,
     WarpgroupTraits,
@@ -17,7 +17,7 @@ from cuteforge.families.attention.work.tile import TileFields, WorkTile
 from cuteforge.runtime.arch import WARP
 
 KEYS, VALUES = 0, 1  # of `Buffers.tokens`
-NO_UNIT = -1  # in place of a request: there is nothing left to do
+NO_WORK = -1  # in place of a request: there is nothing left to do
 
 
 class Buffers(TraceConstant):
@@ -27,7 +27,7 @@ class Buffers(TraceConstant):
         self.traits = traits
         smem = cutlass.memory.SmemAllocator()
         address = smem.allocate(traits.buffer_bytes, byte_alignment=SMEM_ALIGNMENT).toint()
-        self.info = smem.allocate(traits.query_stages * INFO_BYTES + traits.places_bytes, byte_alignment=16).toint()
+        self.fields = smem.allocate(traits.query_stages * FIELDS_BYTES + traits.ahead_bytes, byte_alignment=16).toint()
         barriers = smem.allocate_tensor(Int64, cute.make_layout(traits.num_barriers)).iterator
         rings = []
         for size, num_stages in traits.rings:
@@ -36,11 +36,11 @@ class Buffers(TraceConstant):
         self.queries, *self.tokens = rings
         self.loaded = barriers  # counts the values of a tile that are loaded before the rest of it becomes zeros
 
-    def places(self, warp):
-        """Where a copying warp keeps what the next units are; None where it need not."""
+    def ahead(self, warp):
+        """Where a copying warp keeps the fields of the next work tiles; None where it need not."""
         traits = self.traits
-        first = self.info + traits.query_stages * INFO_BYTES
-        return first + warp * (traits.places_bytes // COPY_WARPS) if traits.places_bytes else None
+        first = self.fields + traits.query_stages * FIELDS_BYTES
+        return first + warp * (traits.ahead_bytes // COPY_WARPS) if traits.ahead_bytes else None
 
     @cute.jit
     def init(self, by_tma):
@@ -50,7 +50,7 @@ class Buffers(TraceConstant):
             by_tma: as in `Loads`.
         """
         readers = self.traits.tile.multiplying_warps
-        # one more arrival says that the unit's place is written
+        # one more arrival says that the fields are written
         self.queries.init((COPY_WARPS - TOKEN_WARPS if by_tma else COPY_WARPS) * WARP + 1, readers)
         for stages in self.tokens:
             stages.init(1 if by_tma else COPY_WARPS // 2 * WARP, readers)
@@ -58,16 +58,16 @@ class Buffers(TraceConstant):
         cute.arch.mbarrier_init_fence()
 
     def tell(self, stage, work: WorkTile | None) -> None:
-        """By one thread: write what the unit is, or that there is none, before its queries count as there."""
-        fields = (Int32(NO_UNIT),) if work is None else work.fields()
-        words = smem_words(self.info + stage * INFO_BYTES, INFO_BYTES // 4)
+        """By one thread: write what the work tile is, or that there is none, before its queries count as there."""
+        fields = (Int32(NO_WORK),) if work is None else work.fields()
+        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
         for i, value in enumerate(fields):
             words[i] = Uint32(value)
         cute.arch.mbarrier_arrive(self.queries.full(stage))
 
     def told(self, stage) -> list:
-        """The fields of a work, for all lanes of a warp."""
-        words = smem_words(self.info + stage * INFO_BYTES, INFO_BYTES // 4)
+        """The fields of a work tile, for all lanes of a warp."""
+        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
         fields = [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))]
         cute.arch.sync_warp()  # every lane has read them before lane 0 releases the stage
         return fields

@@ -20,8 +20,8 @@ TOKEN_WARPS = 2  # of them, where TMA copies the keys and the values: one each
 PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are copied row by row
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
-INFO_BYTES = 32  # what the copying warps tell of a unit
-PLACES_AHEAD = 8  # of packed queries: a lane of a copying warp looks each up
+FIELDS_BYTES = 32  # what the copying warps tell of a work tile
+FIELDS_AHEAD = 8  # work tiles of packed queries: a lane of a copying warp looks each up
 # Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 PAGED_REGISTERS = {**REGISTERS, 3: (152, 56)}  # who looks rows up needs more
@@ -83,7 +83,7 @@ class WarpgroupTraits(WorkTraits):
 
     @property
     def query_stages(self) -> int:
-        """Two where they fit: the queries of the next unit come while those of this one are in use."""
+        """Two where they fit: the queries of the next work tile come while those of this one are in use."""
         query_bytes, *_ = self._sizes
         return 2 if 2 * query_bytes + self._token_bytes <= MAX_BUFFER_BYTES else 1
 
@@ -113,14 +113,14 @@ class WarpgroupTraits(WorkTraits):
         return 2 * sum(stages for _, stages in self.rings) + 1
 
     @property
-    def places_bytes(self) -> int:
-        """What the next units are, by copying warp; nothing where that takes no search."""
-        return COPY_WARPS * PLACES_AHEAD * INFO_BYTES if self.problem.packs_queries else 0
+    def ahead_bytes(self) -> int:
+        """Fields of the next work tiles, by copying warp; nothing where finding them takes no search."""
+        return COPY_WARPS * FIELDS_AHEAD * FIELDS_BYTES if self.problem.packs_queries else 0
 
     @property
     def smem_bytes(self) -> int:
-        infos = self.query_stages * INFO_BYTES + self.places_bytes
-        return self.buffer_bytes + infos + 8 * self.num_barriers + SMEM_ALIGNMENT
+        fields = self.query_stages * FIELDS_BYTES + self.ahead_bytes
+        return self.buffer_bytes + fields + 8 * self.num_barriers + SMEM_ALIGNMENT
 
 
 def few_rows(requests: int, kv_heads: int, num_sms: int) -> int:
@@ -139,7 +139,7 @@ def select_warpgroups(problem: Problem, arch: Arch, has_few_rows: bool = False) 
         return None
     candidates = [WarpgroupTraits(problem, _tile(problem, has_few_rows, stages)) for stages in (3, 2)]
     fitting = [traits for traits in candidates if why_not(traits, arch) is None]
-    # queries of the next unit that come in time are worth more than a third stage
+    # queries of the next work tile that come in time are worth more than a third stage
     return next((traits for traits in fitting if traits.query_stages > 1), fitting[-1] if fitting else None)
 
 

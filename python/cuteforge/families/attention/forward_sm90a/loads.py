@@ -1,4 +1,6 @@
-"""The warps that copy: what each unit is and its queries, and its keys and values."""
+"""The warps that copy: what each work tile is and its queries, and its keys and values."""
+
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -9,7 +11,7 @@ from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.buffers import KEYS, VALUES, Buffers
 from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, TOKEN_WARPS
-from cuteforge.families.attention.forward_sm90a.schedule import UnitsOfCta
+from cuteforge.families.attention.forward_sm90a.schedule import Schedule
 from cuteforge.families.attention.forward_sm90a.token_tiles import Tail, TileBoxes, TileRows, no_tail
 from cuteforge.families.attention.parts.result import store_nothing
 from cuteforge.families.attention.work.counts import Counts
@@ -17,8 +19,16 @@ from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
 
+class TokenCursor(NamedTuple):
+    """Where a copying warp is in the buffers of keys, or of values: the stage, its parity, and that of `Buffers.loaded`."""
+
+    stage: Any
+    parity: Any
+    loaded_parity: Any
+
+
 class Loads(TraceConstant):
-    """Keeps the buffers of a CTA full, unit after work. Each method is what one or more warps do all the time.
+    """Keeps the buffers of a CTA full, work tile after work tile. Each method is what one or more warps do all the time.
 
     Args:
         dtype: of the tensors.
@@ -30,7 +40,7 @@ class Loads(TraceConstant):
 
     def __init__(self, counts: Counts, buffers: Buffers, dtype, tma: tuple | None, warp, lane):
         self.counts, self.buffers, self.dtype, self.tma, self.lane = counts, buffers, dtype, tma, lane
-        self.units = UnitsOfCta(counts, buffers.places(warp), lane)
+        self.schedule = Schedule(counts, buffers.ahead(warp), lane)
         self.traits, self.tile = counts.traits, counts.traits.tile
         self.row_bytes = self.traits.row_bytes
         is_cut = self.traits.problem.keys == "pages"
@@ -54,9 +64,9 @@ class Loads(TraceConstant):
         """By TMA, which takes one warp for keys and one for values; the others copy the queries, ahead of them."""
         if warp < TOKEN_WARPS:
             tiles = []
-            for tma, row_bytes, loaded in zip(self.tma, self.row_bytes, (None, self.buffers.loaded)):
+            for which, (tma, row_bytes) in enumerate(zip(self.tma, self.row_bytes)):
                 copies = TmaRows(*tma, self.dtype, self.traits.box_rows, self.tile.tile_n, row_bytes)
-                tiles.append(TileBoxes(self.traits, copies, loaded, self.lane))
+                tiles.append(TileBoxes(self.traits, copies, which, self.buffers.loaded, self.lane))
             self._copy_tokens(warp == KEYS, tiles, None)
         else:
             self._copy_queries(RowCopier(self.row_bytes[:1], COPY_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane))
@@ -71,67 +81,67 @@ class Loads(TraceConstant):
 
     @cute.jit
     def _copy_tokens(self, are_keys, tiles: cutlass.Constexpr, query_copier: RowCopier | None):
-        """Keys, or values, of all units. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
+        """Keys, or values, of all work tiles. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
         before, but would be copied after them (H200, 4 requests of 4096 tokens in pages of 16: 1.08 of dense keys, 1.19 with one warp for both).
 
         Args:
             tiles: of keys, and of values.
-            query_copier: copies the queries of each unit as well, where it is given.
+            query_copier: copies the queries of each work tile as well, where it is given.
         """
         query_stage, query_parity = Int32(0), Int32(0)
-        place = (Int32(0),) * 3  # stage, its parity, and that of `loaded`
+        cursor = TokenCursor(*(Int32(0),) * 3)
         tail = no_tail()
-        at = self.units.first()
-        while self.units.is_one(at):
-            work = self.units.look_up(at)
+        at = self.schedule.first()
+        while self.schedule.has(at):
+            work = self.schedule.look_up(at)
             first, end = work.key_tiles()
             if cutlass.const_expr(query_copier is not None):
                 query_stage, query_parity = self._copy_queries_of(
                     work, end - first, query_copier, query_stage, query_parity
                 )
             if are_keys:
-                place, tail = self._copy_tiles(work, tiles[KEYS], KEYS, first, end, place, tail)
+                cursor, tail = self._copy_tiles(work, tiles[KEYS], first, end, cursor, tail)
             else:
-                place, tail = self._copy_tiles(work, tiles[VALUES], VALUES, first, end, place, tail)
-            at = self.units.after(at)
+                cursor, tail = self._copy_tiles(work, tiles[VALUES], first, end, cursor, tail)
+            at = self.schedule.after(at)
         if not are_keys:
-            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, place[2])
+            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, cursor.loaded_parity)
         if cutlass.const_expr(query_copier is not None):
             self._tell_end(query_copier, query_stage, query_parity)
 
     @cute.jit
     def _copy_tiles(
-        self, work: WorkTile, tiles: cutlass.Constexpr, which: cutlass.Constexpr, first: Int32, end: Int32, place: tuple, tail: Tail
-    ):  # fmt: skip
-        """The tiles of a work, looked up one ahead. Returns the place of the next one, and the tail of the last."""
-        stages = self.buffers.tokens[which]
-        stage, parity, loaded_parity = place
+        self, work: WorkTile, tiles: cutlass.Constexpr, first: Int32, end: Int32, cursor: TokenCursor, tail: Tail
+    ):
+        """The tiles of a work tile, looked up one ahead. Returns the cursor at the next one, and the tail of the last."""
+        stages = self.buffers.tokens[tiles.which]
+        stage, parity, loaded_parity = cursor
         found = tiles.look_up(work, first)
         for tile in cutlass.range(first, end, unroll=1):
             after = tiles.look_up(work, tile + 1)
-            if cutlass.const_expr(which == VALUES):
+            if cutlass.const_expr(tiles.which == VALUES):
                 loaded_parity = tiles.finish(stages, tail, loaded_parity)
             stages.wait_free(stage, parity)
             tail = tiles.copy(work, stages, stage, tile, found, tail)
             found = after
             stage, parity = stages.next(stage, parity)
-        return (stage, parity, loaded_parity), tiles.end_unit(stages, tail)
+        return TokenCursor(stage, parity, loaded_parity), tiles.end_work(stages, tail)
 
     @cute.jit
     def _copy_queries(self, copier: RowCopier):
-        """What the units are, and their queries, beside `_copy_tokens`."""
+        """What the work tiles are, and their queries, beside `_copy_tokens`."""
         stage, parity = Int32(0), Int32(0)
-        at = self.units.first()
-        while self.units.is_one(at):
-            work = self.units.look_up(at)
+        at = self.schedule.first()
+        while self.schedule.has(at):
+            work = self.schedule.look_up(at)
             first, end = work.key_tiles()
             stage, parity = self._copy_queries_of(work, end - first, copier, stage, parity)
-            at = self.units.after(at)
+            at = self.schedule.after(at)
         self._tell_end(copier, stage, parity)
 
     @cute.jit
     def _copy_queries_of(self, work: WorkTile, num_tiles: Int32, copier: RowCopier, stage: Int32, parity: Int32):
-        """The rows of a unit with keys go to the multiplying warps; what those without get is written here."""
+        """The rows of a work tile with keys go to the multiplying warps; what those without get is written here."""
         tile_m = self.tile.tile_m
         if num_tiles > 0:
             queries = self.buffers.queries
@@ -161,7 +171,7 @@ class Loads(TraceConstant):
 
 
 class QueryRows(TraceConstant):
-    """The query rows of a work."""
+    """The query rows of a work tile."""
 
     def __init__(self, work: WorkTile):
         self.work = work

@@ -50,7 +50,7 @@ class Products(TraceConstant):
     def values(self, rP, values, rO, ends_turn: bool = False) -> None:
         """rO += weights @ values."""
         lefts = [tuple(rP[0, step, i] for i in range(4)) for step in range(rP.shape[1])]
-        self._start(rO, flat(rO), lefts, ColumnOperand(values, self.traits.tile.tile_n), True, ends_turn)
+        self._start(rO, values_of(rO), lefts, ColumnOperand(values, self.traits.tile.tile_n), True, ends_turn)
 
     def _start(self, rX, sums: list, lefts: list, right, transposed: bool, ends_turn: bool) -> None:
         start_group()
@@ -61,7 +61,7 @@ class Products(TraceConstant):
                 self.turns.pass_on()
             sums = multiply(self.dtype, left, right.descriptor(step), sums, transposed)
         commit_group()
-        keep(rX, sums)
+        set_registers(rX, sums)
 
     def round_weights(self, rS, rP) -> None:
         """rP = the weights as left operands, 16 keys each."""
@@ -80,19 +80,22 @@ def take_sign(rS: cute.Tensor, scale: Float32):
                 rS[0, n, e] = Float32(select(scale == 0.0, Float32(0.0), -rS[0, n, e]))
 
 
-def fragments(traits: WarpgroupTraits) -> tuple:
-    """A lane's part of scores, of weights and of sums of values, (1, tiles, 4) each."""
-    tile_n = traits.tile.tile_n
-    shapes = ((tile_n // 8, Float32), (tile_n // 16, Uint32), (traits.v_tiles, Float32))
-    return tuple(cute.make_rmem_tensor((1, tiles, 4), dtype) for tiles, dtype in shapes)
+class Fragments(TraceConstant):
+    """A lane's registers: rS scores and rO sums of values in fp32, rP weights as left operands; (1, tiles, 4) each."""
+
+    def __init__(self, traits: WarpgroupTraits):
+        tile_n = traits.tile.tile_n
+        self.rS = cute.make_rmem_tensor((1, tile_n // 8, 4), Float32)
+        self.rP = cute.make_rmem_tensor((1, tile_n // 16, 4), Uint32)
+        self.rO = cute.make_rmem_tensor((1, traits.v_tiles, 4), Float32)
 
 
-def flat(rX: cute.Tensor) -> list:
+def values_of(rX: cute.Tensor) -> list:
     """The registers of a fragment in the order of matrix instructions."""
     return [rX[0, n, e] for n in range(rX.shape[1]) for e in range(4)]
 
 
-def keep(rX: cute.Tensor, values: list) -> None:
-    """`flat`, the other way."""
+def set_registers(rX: cute.Tensor, values: list) -> None:
+    """`values_of`, the other way."""
     for i, value in enumerate(values):
         rX[0, i // 4, i % 4] = value

@@ -14,6 +14,7 @@ from cuteforge.device.stages_sm90 import Stages
 from cuteforge.device.swizzled_rows import CHUNK_BYTES, LINE_CHUNKS
 from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.forward_sm90a.buffers import VALUES
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
@@ -40,12 +41,14 @@ class TileBoxes(TraceConstant):
 
     Args:
         copies: of the matrix.
-        loaded: barrier that counts what is loaded of a tile before the rest of it becomes zeros; None where it need not. Values have to: what lies
-            after the last one may be a NaN, and 0 times a NaN is one. Scores with such keys are masked.
+        which: keys or values, as in `Buffers.tokens`.
+        loaded: barrier that counts what is loaded of a tile of values before the rest of it becomes zeros: what lies after the last one may be a NaN,
+            and 0 times a NaN is one. Keys need no zeros: scores with what lies after them are masked.
     """
 
-    def __init__(self, traits, copies: TmaRows, loaded: cute.Pointer | None, lane):
-        self.copies, self.loaded, self.lane = copies, loaded, lane
+    def __init__(self, traits, copies: TmaRows, which: int, loaded: cute.Pointer, lane):
+        self.copies, self.which, self.lane = copies, which, lane
+        self.loaded = loaded if which == VALUES else None
         self.is_paged, self.tile_n = traits.problem.is_paged, traits.tile.tile_n
         self.boxes = self.tile_n // copies.rows
 
@@ -77,7 +80,7 @@ class TileBoxes(TraceConstant):
             self._load(work, target, full, token, found, there)
         return Tail(tail_stage, left, there)
 
-    def end_unit(self, stages: Stages, tail: Tail) -> Tail:
+    def end_work(self, stages: Stages, tail: Tail) -> Tail:
         return tail
 
     @cute.jit
@@ -162,8 +165,8 @@ class TileRows(TraceConstant):
         return Tail(stage, Int32(0), Int32(0))
 
     @cute.jit
-    def end_unit(self, stages: Stages, tail: Tail):
-        """Wait for the last tile: the next unit may be long in coming."""
+    def end_work(self, stages: Stages, tail: Tail):
+        """Wait for the last tile: the next work tile may be long in coming."""
         self._arrive(stages, tail, 0)
         return no_tail()
 

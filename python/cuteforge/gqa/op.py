@@ -141,12 +141,8 @@ class AttentionOp(APIBase):
             v_dim=dims["Dv"],
             queries=self._queries,
             keys=self._keys,
-            lengths="seqlens" if "seqlens_k" in samples else "indptr" if "kv_indptr" in samples else None,
+            given=given_of(samples),
             mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
-            has_lse="lse" in samples,
-            has_rows="page_table_rows" in samples,
-            appends="new_k" in samples,
-            has_sinks="sinks" in samples,
             **facts,
         )
         return self._select(problem, arch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_HEAD_DIM = 256
+ALWAYS = ("q", "k", "v", "out")  # operands of every op
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,11 @@ class Problem:
         queries: ``"batch"`` (B, L, Hq, D), ``"single"`` (B, Hq, D), ``"packed"`` (T, Hq, D) with offsets.
         keys: ``"batch"`` (B, S, Hkv, D), ``"packed"`` (T, Hkv, D) with offsets, ``"pages"`` (P, ps, Hkv, D), ``"tokens"``
             (P, Hkv, D), pages of one token.
-        lengths: what says how many keys a request has besides its tensor: None, ``"seqlens"`` (B,), ``"indptr"`` (B+1,).
+        given: the operands of `operands.ROWS` that the op has though it could do without, in the order of the rows.
         mask_rank: dims of the mask, 0 without one.
-        appends: the last key and value of a request come from tensors of their own and are stored in the pool.
-        has_rows: requests say which row of the page table is theirs.
         has_left, has_right: a query sees no more than so many keys before, and after, its own position; how many the launch says. No key after
             it is `causal`.
         has_softcap: scores are capped.
-        has_sinks: each query head has a term of its own in the denominators.
     """
 
     dtype: str
@@ -30,16 +28,17 @@ class Problem:
     v_dim: int
     queries: str
     keys: str
-    lengths: str | None = None
-    causal: bool = False
+    given: tuple[str, ...] = ()
     mask_rank: int = 0
-    has_lse: bool = False
-    has_rows: bool = False
-    appends: bool = False
+    causal: bool = False
     has_left: bool = False
     has_right: bool = False
     has_softcap: bool = False
-    has_sinks: bool = False
+
+    def takes(self, name: str) -> bool:
+        """Whether the op has an operand."""
+        implied = {"page_table": self.is_paged, "cu_seqlens_q": self.packs_queries, "cu_seqlens_k": self.packs_keys}
+        return name in ALWAYS or implied.get(name, name in self.given)
 
     @property
     def packs_queries(self) -> bool:
@@ -60,6 +59,26 @@ class Problem:
     def has_page_size(self) -> bool:
         """Whether pages have a size that the launch says, instead of one token."""
         return self.keys == "pages"
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether an operand says how many keys each request has."""
+        return self.takes("seqlens_k") or self.takes("kv_indptr")
+
+    @property
+    def appends(self) -> bool:
+        """Whether the last key and value of a request come from tensors of their own and are stored in the pool."""
+        return self.takes("new_k")
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each query head has a term of its own in the denominators."""
+        return self.takes("sinks")
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether log-sum-exps are wanted."""
+        return self.takes("lse")
 
     @property
     def has_options(self) -> bool:

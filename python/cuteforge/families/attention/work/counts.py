@@ -7,6 +7,7 @@ from cutlass import Int32, Int64, cute
 
 from cuteforge.device.math import fast_divisor, select
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.operands import DEVICE_NAMES
 from cuteforge.families.attention.work.band import Band
 from cuteforge.families.attention.work.offsets import PackedTiles, span
 from cuteforge.families.attention.work.traits import WorkTraits
@@ -19,16 +20,14 @@ L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half
 
 
 class Operands(TraceConstant):
-    """The operands of a kernel by name; None for those that the op does not have. The last three are numbers."""
+    """The operands of a kernel: its tensors by their names in `operands.ROWS`, mQ and so on, and `left`, `right` and `softcap`. None for those that
+    the op does not have."""
 
-    NAMES = (
-        "mQ", "mK", "mV", "mOut", "mLse", "mMask", "mLengths", "mCuQ", "mCuK", "mTable", "mRows", "mNewK", "mNewV", "mSinks", "mWorkspace",
-        "left", "right", "softcap",
-    )  # fmt: skip
+    SCALARS = ("left", "right", "softcap")
 
-    def __init__(self, *tensors):
-        for name, tensor in zip(self.NAMES, tensors, strict=True):
-            setattr(self, name, tensor)
+    def __init__(self, *given):
+        for name, value in zip((*DEVICE_NAMES, *self.SCALARS), given, strict=True):
+            setattr(self, name, value)
 
 
 class Divisors(NamedTuple):
@@ -72,7 +71,7 @@ class Counts(TraceConstant):
         self.group = q_shape[len(q_shape) - 2] // self.kv_heads if by is None else by.group.divisor
         tile_m = traits.tile.tile_m
         if traits.problem.packs_queries:
-            self.requests, self.tokens = ops.mCuQ.shape[0] - 1, q_shape[0]
+            self.requests, self.tokens = ops.mCuSeqlensQ.shape[0] - 1, q_shape[0]
             self.row_tiles = self.packed_rows().num_slots()
             self.together, self.work_tiles = Int32(1), self.row_tiles * self.kv_heads
         else:
@@ -86,7 +85,7 @@ class Counts(TraceConstant):
 
     def packed_rows(self) -> PackedTiles:
         """Where the row tiles of packed queries are."""
-        return PackedTiles(self.ops.mCuQ, self.tokens, self.group, self.traits.tile.tile_m)
+        return PackedTiles(self.ops.mCuSeqlensQ, self.tokens, self.group, self.traits.tile.tile_m)
 
     @cute.jit
     def _pairs_together(self, pairs: Int32):
@@ -117,7 +116,7 @@ class Counts(TraceConstant):
         if not problem.is_paged:
             return ops.mK.shape[1]
         page_size = ops.mK.shape[1] if problem.has_page_size else Int32(1)
-        most = Int64(ops.mTable.shape[1]) * Int64(page_size)
+        most = Int64(ops.mPageTable.shape[1]) * Int64(page_size)
         return Int32(select(most > Int64(2**31 - 1), Int64(2**31 - 1), most))
 
     def reads_little(self):
@@ -143,13 +142,13 @@ class Counts(TraceConstant):
         first = Int32(0)
         length = self.most_keys()
         if cutlass.const_expr(problem.packs_keys):
-            first, length = span(ops.mCuK, batch, length)
-        if cutlass.const_expr(problem.lengths == "seqlens"):
-            length = cutlass.min(ops.mLengths[batch], length)
-        elif cutlass.const_expr(problem.lengths == "indptr"):
-            begin, end = ops.mLengths[batch], ops.mLengths[batch + 1]
+            first, length = span(ops.mCuSeqlensK, batch, length)
+        if cutlass.const_expr(problem.takes("seqlens_k")):
+            length = cutlass.min(ops.mSeqlensK[batch], length)
+        elif cutlass.const_expr(problem.takes("kv_indptr")):
+            begin, end = ops.mKvIndptr[batch], ops.mKvIndptr[batch + 1]
             length = select((begin >= 0) & (end >= begin), cutlass.min(end - begin, length), Int32(0))
-        if cutlass.const_expr(problem.has_rows):
-            row = ops.mRows[batch]
-            length = select((row >= 0) & (row < ops.mTable.shape[0]), length, Int32(0))
+        if cutlass.const_expr(problem.takes("page_table_rows")):
+            row = ops.mPageTableRows[batch]
+            length = select((row >= 0) & (row < ops.mPageTable.shape[0]), length, Int32(0))
         return first, cutlass.max(length, 0)

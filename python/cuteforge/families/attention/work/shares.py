@@ -71,7 +71,7 @@ class Crossing(NamedTuple):
 
 def is_uniform(traits: WorkTraits) -> bool:
     """Whether all requests have as many keys as the shapes say."""
-    return traits.problem.lengths is None
+    return not traits.problem.has_lengths
 
 
 def first_granule(counts: Counts, tokens, keys):

@@ -96,9 +96,9 @@ class WorkTile(TraceConstant):
     def table_row(self):
         """The request's row of the page table."""
         row = self.batch
-        if cutlass.const_expr(self.traits.problem.has_rows):
+        if cutlass.const_expr(self.traits.problem.takes("page_table_rows")):
             if self.batch < self.counts.requests:
-                row = self.ops.mRows[self.batch]
+                row = self.ops.mPageTableRows[self.batch]
         return row
 
     def token_of(self, row):
@@ -141,7 +141,7 @@ class WorkTile(TraceConstant):
         if problem.appends:
             new = tuple(row_address(m, (self.batch, self.head)) for m in (ops.mNewK, ops.mNewV))
             new_token = self.k_len - 1
-        return PagedKV(ops.mK, ops.mV, ops.mTable, self.table_row(), self.head, self.counts.by.page, new, new_token)
+        return PagedKV(ops.mK, ops.mV, ops.mPageTable, self.table_row(), self.head, self.counts.by.page, new, new_token)
 
     def token_and_head(self, row):
         """(query token within the request, query head) of a packed row."""

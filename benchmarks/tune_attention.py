@@ -54,7 +54,7 @@ def with_tile(problem: Dense, text: str, clusters: bool, arch: str | None) -> Ca
     Raises:
         ValueError: this GPU does not hold the tile.
     """
-    from cuteforge.gqa.config import Tile, why_not
+    from cuteforge.families.attention.forward.config import Tile, why_not
     from cuteforge.runtime.arch import resolve_arch
 
     numbers = [int(field) for field in text.split(",")]

@@ -7,7 +7,7 @@ from typing import Any
 
 from cuteforge.api_base import Sample
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa.config import Problem, Traits, select_decode
+from cuteforge.families.attention.forward.config import Problem, Traits, select_decode
 from cuteforge.gqa.op import AttentionOp
 from cuteforge.gqa.options import Window, checked_splits
 from cuteforge.runtime.arch import Arch

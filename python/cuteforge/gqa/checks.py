@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa.config import MAX_HEAD_DIM
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.tensor_spec import Dims
 
 _INT32 = torch.iinfo(torch.int32)

@@ -10,8 +10,8 @@ import torch
 from cuteforge.api_base import APIBase, Sample, TupleDict
 from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa.config import MAX_HEAD_DIM
-from cuteforge.gqa.merge_config import ACCESS_BYTES, MergeTraits
+from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.op_cache import run_op
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -76,7 +76,7 @@ class MergeState(APIBase):
 
     def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
         traits = MergeTraits(self.samples["o_a"].dtype, dims["D"], _LAYOUTS[self._rank][0])
-        return KernelKey("cuteforge.gqa.merge:build", traits, arch.name)
+        return KernelKey("cuteforge.families.attention.merge.kernel:build", traits, arch.name)
 
     def _is_empty(self, operands: tuple) -> bool:
         return operands[4].numel() == 0  # out

@@ -13,10 +13,10 @@ import torch
 from cuteforge.api_base import APIBase
 from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
+from cuteforge.families.attention.forward.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
+from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
 from cuteforge.gqa.checks import ShapeCheck, check_contents, check_relations
-from cuteforge.gqa.config import Problem, Traits, max_ctas, select_prefill, workspace_bytes
 from cuteforge.gqa.options import ScoreOptions, checked_scale, checked_softcap, checked_window
-from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
@@ -147,12 +147,8 @@ class AttentionOp(APIBase):
             v_dim=dims["Dv"],
             queries=self._queries,
             keys=self._keys,
-            lengths="seqlens" if "seqlens_k" in samples else "indptr" if "kv_indptr" in samples else None,
+            given=given_of(samples),
             mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
-            has_lse="lse" in samples,
-            has_rows="page_table_rows" in samples,
-            appends="new_k" in samples,
-            has_sinks="sinks" in samples,
             **facts,
         )
         return self._select(problem, arch)

@@ -12,6 +12,8 @@ from cuteforge import known_calls
 from cuteforge.api_base import TupleDict
 from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
+from cuteforge.families.attention.forward.config import ROW_BLOCK
+from cuteforge.families.attention.forward_sm90a.config import few_rows
 from cuteforge.gqa.api import (
     GQADecode,
     GQAPrefill,
@@ -19,9 +21,7 @@ from cuteforge.gqa.api import (
     PagedGQAPrefill,
     decode_rows,
 )
-from cuteforge.gqa.config import ROW_BLOCK
 from cuteforge.gqa.options import Window, checked_scale, checked_softcap, checked_splits, checked_window
-from cuteforge.gqa.prefill_sm90a.config import few_rows
 from cuteforge.op_cache import readable, run_op
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.streams import Stream

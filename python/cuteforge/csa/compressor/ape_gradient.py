@@ -9,8 +9,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cuteforge.csa.compressor.config import Traits
+from cuteforge.csa.compressor.segments import WARP
 from cuteforge.csa.compressor.window import WindowStream
-from cuteforge.device.segments import WARP
 from cuteforge.device.traced import TraceConstant, named_kernel
 
 

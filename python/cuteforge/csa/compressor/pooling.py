@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from cutlass import Float32, cute
 
 from cuteforge.csa.compressor.config import Traits
+from cuteforge.csa.compressor.segments import WARP
 from cuteforge.csa.compressor.window import WindowStream
 from cuteforge.device.math import NEG_INF, dot, exp_accurate, exp_fast, keep, max_of, rcp_approx, rcp_rn, select, sum_rn
-from cuteforge.device.segments import WARP
 from cuteforge.device.traced import TraceConstant
 
 

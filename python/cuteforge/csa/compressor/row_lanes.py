@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cuteforge.csa.compressor.config import Traits
-from cuteforge.device.segments import WARP, warp_bracket
+from cuteforge.csa.compressor.segments import WARP, warp_bracket
 from cuteforge.device.traced import TraceConstant
 
 NO_ROW = -(2**31)  # code of a row that has no block of its own

@@ -11,9 +11,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from cuteforge.csa.compressor.row_lanes import NO_ROW, RowLane
+from cuteforge.csa.compressor.segments import WARP
 from cuteforge.device.copy import ReadOnce, Rows, copy_or_zero, load_fp32, smem_run, store_run
 from cuteforge.device.math import select
-from cuteforge.device.segments import WARP
 from cuteforge.device.traced import TraceConstant
 
 

@@ -4,8 +4,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from cuteforge.csa.compressor.row_lanes import RowLane
+from cuteforge.csa.compressor.segments import WARP, lane_count_le
 from cuteforge.device.copy import Rows
-from cuteforge.device.segments import WARP, lane_count_le
 from cuteforge.device.traced import TraceConstant
 
 

@@ -1,0 +1,1 @@
+"""Attention over dense, packed and paged keys and values."""

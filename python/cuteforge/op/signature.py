@@ -1,0 +1,2 @@
+from cuteforge.tensor_spec import *  # placeholder until the room moves
+from cuteforge.tensor_spec import Operand, Signature, TensorSpec

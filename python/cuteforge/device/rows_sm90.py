@@ -36,8 +36,8 @@ class RowCopier(TraceConstant):
 
     @cute.jit
     def copy(self, target: Int32, pitch_rows: int, first: int, num_rows: int, row_bytes: int, found):
-        """Start copying `num_rows` rows, of which the lanes have looked up the addresses; rows that are NOWHERE, and what fills a last operand, become
-        zeros.
+        """Start copying `num_rows` rows, of which the lanes have looked up the addresses; rows that are NOWHERE, and
+        what fills a last operand, become zeros.
 
         Args:
             target: a matrix of `pitch_rows` rows, of which `first` is the first one that is copied.
@@ -55,8 +55,8 @@ class RowCopier(TraceConstant):
             self._copy_any(target, pitch_rows, first, num_rows, row_bytes, found)
 
     def _copy_whole(self, target, pitch_rows: int, first: int, rounds: int, row_bytes: int, found) -> None:
-        """All rows are there, their lines whole, and a lane's chunks all exchanged alike: a few instructions a line, for four warps have to keep a
-        whole SM in keys and values (H200, pages: 362 TFLOP/s without this)."""
+        """All rows are there, their lines whole, and a lane's chunks all exchanged alike: a few instructions a line,
+        for four warps have to keep a whole SM in keys and values (H200, pages: 362 TFLOP/s without this)."""
         place = target + swizzled_offset(first + self.lanes.row, self.lanes.chunk, pitch_rows)
         for number in range(rounds):
             source = self.lanes.address(found, number) + Int64(self.lanes.chunk * CHUNK_BYTES)

@@ -27,7 +27,9 @@ def describe_rows(mX: cute.Tensor, rows: int):
     strides = tuple(_valid_stride(mX, mode) if mode != cols else 1 for mode in modes)
     tensor = cute.make_tensor(mX.iterator, cute.make_layout(shape, stride=strides))
     layout = _panel_layout(mX.element_type, rows)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, panel_cols(mX.element_type)))
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, panel_cols(mX.element_type))
+    )
 
 
 def _valid_stride(mX: cute.Tensor, mode: int):

@@ -1,2 +1,535 @@
-from cuteforge.tensor_spec import *  # placeholder until the room moves
-from cuteforge.tensor_spec import Operand, Signature, TensorSpec
+"""Tensor metadata and the validation table of an op. Pure Python: tensors are read through their attributes.
+
+A family lists its operands once; `Signature.bind` solves the symbols that their dims share and refuses, by name, the
+operand that disagrees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from cuteforge.arguments import described, integer, kind_of
+from cuteforge.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
+
+Dims = dict[str, int]
+
+ITEMSIZE = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+_TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "layout", "stride")
+_ROLES = ("in", "out", "update", "scratch")
+_DEVICE = re.compile(r"[a-z_]+[a-z0-9_]*(:[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype, stride and device of a tensor that need not exist.
+
+    Stands in for a sample tensor, so that support can be asked and code compiled on a machine without a GPU.
+
+    Args:
+        shape: extents, outermost first.
+        dtype: a name such as ``"bfloat16"``, or the torch dtype; stored as the name.
+        stride: in elements, one for each dim; contiguous when None.
+        device: ``"cuda"`` (any one GPU), ``"cuda:1"``, or ``"meta"`` (no device implied).
+
+    Raises:
+        ContractError: no extents, strides or device; a negative extent, or a stride of another rank than the shape.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...] = None  # type: ignore[assignment]  # contiguous
+    device: str = "cuda"
+
+    if TYPE_CHECKING:  # what a caller may give; the fields are what is kept of it
+
+        def __init__(
+            self,
+            shape: Iterable[int],
+            dtype: str | torch.dtype,
+            stride: Iterable[int] | None = None,
+            device: str | torch.device = "cuda",
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        shape = _integers("shape", self.shape)
+        stride = _contiguous_stride(shape) if self.stride is None else _integers("stride", self.stride)
+        if any(n < 0 for n in shape):
+            raise ContractError(f"shape: wanted extents of 0 or more, got {format_shape(shape)}")
+        if len(stride) != len(shape):
+            raise ContractError(f"stride: wanted {len(shape)} strides for shape {format_shape(shape)}, got {stride}")
+        for key, value in (("shape", shape), ("stride", stride)):
+            object.__setattr__(self, key, value)
+        device = f"cuda:{self.device}" if type(self.device) is int else str(self.device)
+        if not (_DEVICE.fullmatch(device) and _is_named(self.device, "device")):
+            raise ContractError(
+                f"device: wanted a device such as 'cuda', 'cuda:1' or 'meta', got {described(self.device)}"
+            )
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(self, "device", device)
+
+    @classmethod
+    def of(cls, x: Any, name: str) -> TensorSpec:
+        """Metadata of a torch tensor (real, meta or fake), or `x` itself when it is a TensorSpec.
+
+        Raises:
+            ContractError: `x` is neither, or a tensor without strides (sparse, nested); the text names `name`.
+        """
+        if isinstance(x, TensorSpec):
+            return x
+        if getattr(x, "is_nested", False):  # and has no shape
+            raise ContractError(f"{name}: wanted a strided tensor, got a nested one")
+        if not all(hasattr(x, attribute) for attribute in _TENSOR_ATTRIBUTES):
+            raise ContractError(f"{name}: wanted a torch.Tensor or TensorSpec, got {kind_of(x)}")
+        if str(x.layout) != "torch.strided":
+            raise ContractError(f"{name}: wanted a strided tensor, got layout {x.layout}")
+        return cls(tuple(x.shape), x.dtype, tuple(x.stride()), x.device)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one in memory, both included; 0 when empty."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride)) if self.numel else 0
+
+    @property
+    def device_index(self) -> int | None:
+        """The GPU's number, None where none is named."""
+        kind, _, index = self.device.partition(":")
+        return int(index) if kind == "cuda" and index else None
+
+    def outer_dims(self) -> list[tuple[int, int]]:
+        """``(stride, extent)`` of every dim of more than one element, smallest stride first."""
+        return _outer_dims(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One row of a `Signature`.
+
+    Args:
+        name: the argument's name, first word of every error about it.
+        dims: one term for each dim, separated by spaces: an integer, a symbol, a product ``coff*d``, a sum ``B+1``.
+        dtypes: accepted names, or ``("=kv",)``: the dtype of operand ``kv``.
+        align_bytes: required of the base pointer and of every pitch but the last dim's: bytes, or a function of the
+            solved dims, which then also hold ``itemsize``, the operand's bytes an element.
+        max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
+        dense_dims: innermost dims that are contiguous together; pitches are those of the dims before.
+        in_place_of: the operand whose very memory an output may be: same address, same strides.
+        role: ``"in"`` is read, ``"out"`` written, ``"update"`` both, ``"scratch"`` is memory to work in. All but the first may overlap neither
+            themselves nor another operand.
+
+    The last dim must be contiguous: stride 1, or at most one element long.
+    """
+
+    name: str
+    dims: str
+    dtypes: tuple[str, ...]
+    align_bytes: int | Callable[[Mapping[str, int]], int] = 1
+    role: Literal["in", "out", "update", "scratch"] = "in"
+    max_pitch_bytes: int | None = None
+    in_place_of: str | None = None
+    dense_dims: int = 1
+    terms: tuple[_Term, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.role not in _ROLES:
+            raise ValueError(f"{self.name}: role is one of {', '.join(_ROLES)}, not {self.role!r}")
+        unknown = [dtype for dtype in self.dtypes if dtype not in ITEMSIZE and not dtype.startswith("=")]
+        if unknown or not self.dtypes:
+            raise ValueError(f"{self.name}: dtypes {self.dtypes} are not among {tuple(ITEMSIZE)}")
+        object.__setattr__(self, "terms", tuple(_Term.parse(self.name, text) for text in self.dims.split()))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a launch writes it."""
+        return self.role != "in"
+
+    @property
+    def dtype_of(self) -> str | None:
+        """The operand whose dtype this one shares, if any."""
+        return self.dtypes[0][1:] if self.dtypes[0].startswith("=") else None
+
+    def alignment(self, dims: Mapping[str, int], itemsize: int) -> int:
+        """Bytes that the base pointer and the pitches must be divisible by."""
+        return self.align_bytes({**dims, "itemsize": itemsize}) if callable(self.align_bytes) else self.align_bytes
+
+    def check_layout(self, spec: TensorSpec, dims: Mapping[str, int]) -> None:
+        """Refuse strides that the kernels do not read.
+
+        Raises:
+            ContractError: negative or misaligned strides, a last dim that is not contiguous, an output that overlaps
+                itself.
+        """
+        if any(s < 0 for s in spec.stride):
+            raise ContractError(f"{self.name}: wanted strides of 0 or more, got {format_shape(spec.stride)}")
+        if spec.shape and spec.shape[-1] > 1 and spec.stride[-1] != 1:
+            raise ContractError(f"{self.name}: wanted a contiguous last dim (stride 1), got stride {spec.stride[-1]}")
+        dense = _contiguous_stride(spec.shape)[-self.dense_dims :]
+        for got, wanted, extent in zip(spec.stride[-self.dense_dims :], dense, spec.shape[-self.dense_dims :]):
+            if extent > 1 and got != wanted:
+                tail = f"the last {self.dense_dims} dims contiguous (strides {format_shape(dense)})"
+                raise ContractError(f"{self.name}: wanted {tail}, got strides {format_shape(spec.stride)}")
+        align = self.alignment(dims, spec.itemsize)
+        for stride, extent in zip(spec.stride[: -self.dense_dims], spec.shape[: -self.dense_dims]):
+            if extent > 1 and stride * spec.itemsize % align:
+                got = f"stride {stride} ({stride * spec.itemsize} bytes)"
+                raise ContractError(f"{self.name}: wanted every row aligned to {align} bytes, got {got}")
+        self.check_steps(spec.shape, spec.stride, spec.itemsize)
+
+    def check_steps(self, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> None:
+        """Refuse the strides that no compiled entry notices and that a contiguous tensor cannot have.
+
+        Raises:
+            ContractError: rows further apart than ``max_pitch_bytes``, an output of which two elements share an address.
+        """
+        if self.max_pitch_bytes:
+            for step, extent in zip(stride[: -self.dense_dims], shape[: -self.dense_dims]):
+                if extent > 1 and step * itemsize > self.max_pitch_bytes:
+                    wanted = f"rows at most {self.max_pitch_bytes} bytes apart"
+                    raise ContractError(f"{self.name}: wanted {wanted}, got stride {step} ({step * itemsize} bytes)")
+        if self.is_written and overlaps_itself(shape, stride):
+            got = f"shape {format_shape(shape)} with strides {format_shape(stride)}"
+            raise ContractError(f"{self.name}: wanted an output whose elements do not overlap, got {got}")
+
+
+class Signature:
+    """The operands of an op, in the order in which the class and its compiled entry take them.
+
+    Raises:
+        ValueError: two operands of one name, or ``"=name"`` without such an operand before it.
+    """
+
+    def __init__(self, *operands: Operand) -> None:
+        self.operands: tuple[Operand, ...] = operands
+        self.names: tuple[str, ...] = tuple(operand.name for operand in operands)
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"operand names repeat: {self.names}")
+        for i, operand in enumerate(operands):
+            if operand.dtype_of is not None and operand.dtype_of not in self.names[:i]:
+                raise ValueError(f"{operand.name}: no operand {operand.dtype_of!r} before it")
+
+    def bind(self, specs: Mapping[str, TensorSpec], known: Mapping[str, int]) -> Dims:
+        """`solve`, then `check_layouts`."""
+        dims = self.solve(specs, known)
+        self.check_layouts(specs, dims)
+        return dims
+
+    def solve(self, specs: Mapping[str, TensorSpec], known: Mapping[str, int]) -> Dims:
+        """Solve every symbol, and check device, dtype, rank and shape of all operands.
+
+        Args:
+            specs: a TensorSpec, or a tensor, for each operand.
+            known: symbols fixed by configuration.
+
+        Returns:
+            All symbols, the known ones included.
+
+        Raises:
+            ContractError: an operand disagrees with its row or with an earlier one; the text starts with its name.
+            ValueError: the table does not determine a symbol (a mistake in the table, not in the call).
+        """
+        specs = {name: TensorSpec.of(specs[name], name) for name in self._all_of(specs)}
+        _check_devices(specs)
+        dims = dict(known)
+        pending = [row for operand in self.operands for row in self._bind_row(operand, specs, dims)]
+        self._solve_pending(pending, specs, dims)
+        return dims
+
+    def check_layouts(self, specs: Mapping[str, TensorSpec], dims: Mapping[str, int]) -> None:
+        """Check strides and pitches of all operands, once it is known that their dims are served.
+
+        Raises:
+            ContractError: names the operand.
+        """
+        for operand in self.operands:
+            operand.check_layout(TensorSpec.of(specs[operand.name], operand.name), dims)
+
+    def bind_pointers(self, tensors: Mapping[str, Any], dims: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Check what only real memory shows: base alignment, and that no output shares memory with another operand.
+
+        Args:
+            tensors: a torch tensor with storage for each operand.
+            dims: as `bind` returned them; needed where an ``align_bytes`` is a function.
+
+        Raises:
+            ContractError: names the operand.
+        """
+        blocks = [_Block(op, t.data_ptr(), TensorSpec.of(t, op.name)) for op, t in self._pairs(tensors)]
+        for block in blocks:
+            align = block.operand.alignment(dims, block.spec.itemsize)
+            if block.spec.numel and block.pointer % align:
+                got = f"address {block.pointer:#x}"
+                raise ContractError(f"{block.operand.name}: wanted a base aligned to {align} bytes, got {got}")
+        for out in blocks:
+            for other in blocks:
+                if out.operand.is_written and other is not out and out.clashes_with(other):
+                    got = f"memory shared with {other.operand.name}"
+                    raise ContractError(f"{out.operand.name}: wanted memory of its own for an output, got {got}")
+
+    def _all_of(self, given: Mapping[str, Any]) -> tuple[str, ...]:
+        for name in self.names:
+            if given.get(name) is None:
+                raise ContractError(f"{name}: wanted a tensor, got None")
+        return self.names
+
+    def _pairs(self, tensors: Mapping[str, Any]) -> Iterator[tuple[Operand, Any]]:
+        return zip(self.operands, (tensors[name] for name in self._all_of(tensors)))
+
+    def _bind_row(self, operand: Operand, specs: Mapping[str, TensorSpec], dims: Dims) -> list[_Equation]:
+        """Check dtype and rank, solve what the row determines, and return the terms it leaves open."""
+        spec = specs[operand.name]
+        _check_dtype(operand, spec, specs)
+        before = dict(dims)
+        if len(spec.shape) != len(operand.terms):
+            raise _shape_error(operand, spec, before)
+        equations = [_Equation(operand, term, n) for term, n in zip(operand.terms, spec.shape)]
+        return [eq for eq in equations if not eq.settle(dims, spec, before)]
+
+    def _solve_pending(self, pending: list[_Equation], specs: Mapping[str, TensorSpec], dims: Dims) -> None:
+        """Terms with two unknowns wait for a later row to solve one of them."""
+        while pending:
+            still_open = [eq for eq in pending if not eq.settle(dims, specs[eq.operand.name], dict(dims))]
+            if len(still_open) == len(pending):
+                unknown = ", ".join(sorted(pending[0].term.unknowns(dims)))
+                raise ValueError(f"{pending[0].operand.name}: the operands do not determine {unknown}")
+            pending = still_open
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One dim: a sum of products, each a coefficient and its symbols."""
+
+    text: str
+    products: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, owner: str, text: str) -> _Term:
+        products = []
+        for product in text.split("+"):
+            coefficient, symbols = 1, []
+            for factor in product.split("*"):
+                if factor.isdecimal():
+                    coefficient *= int(factor)
+                elif re.fullmatch(r"[A-Za-z_]\w*", factor):
+                    symbols.append(factor)
+                else:
+                    raise ValueError(f"{owner}: cannot read the dim {text!r}")
+            products.append((coefficient, tuple(symbols)))
+        names = [name for _, symbols in products for name in symbols]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{owner}: a symbol repeats in the dim {text!r}")
+        return cls(text, tuple(products))
+
+    def unknowns(self, dims: Mapping[str, int]) -> set[str]:
+        return {name for _, symbols in self.products for name in symbols if name not in dims}
+
+    def reduce(self, dims: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
+        """The products with every known symbol multiplied into the coefficient."""
+        reduced = []
+        for coefficient, symbols in self.products:
+            for name in symbols:
+                coefficient *= dims.get(name, 1)
+            reduced.append((coefficient, tuple(name for name in symbols if name not in dims)))
+        return reduced
+
+    def render(self, dims: Mapping[str, int]) -> str:
+        """The term with known symbols replaced by their values: ``1024``, ``2*d``, ``B+1``."""
+        reduced = self.reduce(dims)
+        constant = sum(c for c, symbols in reduced if not symbols)
+        parts = ["*".join(([str(c)] if c != 1 else []) + list(symbols)) for c, symbols in reduced if symbols]
+        return "+".join(parts + ([str(constant)] if constant or not parts else []))
+
+
+@dataclass(frozen=True)
+class _Equation:
+    """``term == extent``, from one dim of one operand."""
+
+    operand: Operand
+    term: _Term
+    extent: int
+
+    def settle(self, dims: Dims, spec: TensorSpec, before: Mapping[str, int]) -> bool:
+        """Check the equation or solve its only unknown into `dims`; False while more than one is unknown."""
+        reduced = self.term.reduce(dims)
+        rest = self.extent - sum(c for c, symbols in reduced if not symbols)
+        open_products = [(c, symbols) for c, symbols in reduced if symbols]
+        if not open_products:
+            if rest:
+                raise _shape_error(self.operand, spec, before)
+            return True
+        coefficient, symbols = open_products[0]
+        if len(open_products) > 1 or len(symbols) > 1:
+            return False
+        if coefficient == 0 or rest < 0 or rest % coefficient:
+            raise _shape_error(self.operand, spec, before)
+        dims[symbols[0]] = rest // coefficient
+        return True
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The memory of one operand."""
+
+    operand: Operand
+    pointer: int
+    spec: TensorSpec
+
+    @property
+    def end(self) -> int:
+        return self.pointer + self.spec.span * self.spec.itemsize
+
+    def clashes_with(self, other: _Block) -> bool:
+        """Whether this output shares memory with another operand other than by being computed in place of it."""
+        one_memory = self.pointer == other.pointer and self.spec == other.spec
+        is_in_place = self.operand.in_place_of == other.operand.name or other.operand.in_place_of == self.operand.name
+        return self.overlaps(other) and not (one_memory and is_in_place)
+
+    def overlaps(self, other: _Block) -> bool:
+        """Whether both have a byte in common; slices of one buffer, column ranges or head ranges, do not."""
+        if not self.spec.numel or not other.spec.numel:
+            return False
+        return not _are_disjoint(self._dims_bytes(), other._dims_bytes(), other.pointer - self.pointer)
+
+    def _dims_bytes(self) -> list[tuple[int, int]]:
+        """``(stride in bytes, extent)``, largest stride first; the element itself is the last."""
+        size = self.spec.itemsize
+        return [(stride * size, extent) for stride, extent in reversed(self.spec.outer_dims())] + [(1, size)]
+
+
+def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: int) -> bool:
+    """Whether two nests of strided dims, `b` starting `offset` bytes after `a`, share no byte. False where that is not easily seen."""
+    span_a, span_b = (1 + sum(stride * (extent - 1) for stride, extent in dims) for dims in (a, b))
+    if offset >= span_a or -offset >= span_b:
+        return True
+    pitch = a[0][0]
+    if len(a) == 1 or len(b) == 1 or b[0][0] != pitch:
+        return False
+    inner_a, inner_b = a[1:], b[1:]
+    if any(sum(stride * (extent - 1) for stride, extent in dims) >= pitch for dims in (inner_a, inner_b)):
+        return False
+    # One pitch: what stands within it decides, seen from the row before and from the row after.
+    return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
+
+
+def _is_named(value: Any, kind: str) -> bool:
+    """Whether it is a text, the number of a device, or torch's own object of a kind."""
+    return isinstance(value, str) or type(value).__name__ == kind or (kind == "device" and type(value) is int)
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if not (_is_named(dtype, "dtype") and name.isidentifier()):
+        raise ContractError(f"dtype: wanted a dtype of torch or its name, got {described(dtype)}")
+    return name
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    """Extents or strides as ints."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or hasattr(values, "layout"):
+        raise ContractError(f"{name}: wanted a tuple of ints, got {described(values)}")
+    return tuple(int(integer(name, value)) for value in values)
+
+
+def format_shape(values: Iterable[object]) -> str:
+    """``(512, 1000)``, ``(4)``, ``()``: as errors print shapes and strides."""
+    return f"({', '.join(map(str, values))})"
+
+
+def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two index tuples may name one address: some stride does not step over all that smaller ones reach."""
+    reach = 0
+    # Innermost first is ascending for nearly every tensor; sorting only the others saves 1 us a launch into a slice.
+    for step, extent in zip(reversed(stride), reversed(shape)):
+        if extent > 1:
+            if step <= reach:
+                return _overlaps_sorted(shape, stride)
+            reach += (extent - 1) * step
+    return False
+
+
+def _overlaps_sorted(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    reach = 0
+    for step, extent in _outer_dims(shape, stride):
+        if step <= reach:
+            return 0 not in shape
+        reach += (extent - 1) * step
+    return False
+
+
+def _outer_dims(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
+    return sorted((s, n) for n, s in zip(shape, stride) if n > 1)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for extent in reversed(shape):
+        stride.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(stride))
+
+
+def _shape_error(operand: Operand, spec: TensorSpec, dims: Mapping[str, int]) -> ContractError:
+    symbolic = format_shape(term.text for term in operand.terms)
+    values = format_shape(term.render(dims) for term in operand.terms)
+    wanted = symbolic if values == symbolic else f"{symbolic} = {values}"
+    return ContractError(f"{operand.name}: wanted shape {wanted}, got {format_shape(spec.shape)}")
+
+
+def _check_dtype(operand: Operand, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> None:
+    other = operand.dtype_of
+    allowed = operand.dtypes if other is None else (specs[other].dtype,)
+    if spec.dtype not in allowed:
+        wanted = " or ".join(allowed) + (f" (that of {other})" if other else "")
+        raise ContractError(f"{operand.name}: wanted dtype {wanted}, got {spec.dtype}")
+
+
+def _check_devices(specs: Mapping[str, TensorSpec]) -> None:
+    """All operands on one GPU; "meta" goes with any device, "cuda" with any GPU."""
+    anchor = None
+    for name, spec in specs.items():
+        if spec.device == "meta":
+            continue
+        anchor_spec = None if anchor is None else specs[anchor]
+        if not _same_gpu(spec, anchor_spec):
+            wanted = "a CUDA device" if anchor is None else f"device {anchor_spec.device} (that of {anchor})"
+            raise ContractError(f"{name}: wanted {wanted}, got {spec.device}")
+        if anchor is None or anchor_spec.device_index is None:
+            anchor = name
+
+
+def _same_gpu(spec: TensorSpec, anchor: TensorSpec | None) -> bool:
+    if spec.device.partition(":")[0] != "cuda":
+        return False
+    indices = {spec.device_index, None if anchor is None else anchor.device_index}
+    return len(indices - {None}) <= 1

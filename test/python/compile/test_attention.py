@@ -10,9 +10,10 @@ import math
 import pytest
 
 from cuteforge import UnsupportedError
-from cuteforge.gqa import kernel, merge
-from cuteforge.gqa.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
-from cuteforge.gqa.merge_config import MergeTraits
+from cuteforge.families.attention.forward import kernel
+from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
+from cuteforge.families.attention.merge import kernel as merge
+from cuteforge.families.attention.merge.config import MergeTraits
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 

@@ -1,8 +1,8 @@
 """What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
 
-from cuteforge.gqa.config import WARP, Problem
-from cuteforge.gqa.prefill_sm90a import kernel
-from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
+from cuteforge.families.attention.forward.config import WARP, Problem
+from cuteforge.families.attention.forward_sm90a import kernel
+from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 

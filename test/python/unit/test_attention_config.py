@@ -7,8 +7,8 @@ import pytest
 
 from cuteforge import UnsupportedError
 from cuteforge.device.swizzled_rows import ALIGNMENT
-from cuteforge.gqa import config
-from cuteforge.gqa.config import (
+from cuteforge.families.attention.forward import config
+from cuteforge.families.attention.forward.config import (
     MAX_WAVES,
     PARTS,
     ROW_BLOCK,
@@ -23,9 +23,9 @@ from cuteforge.gqa.config import (
     why_not,
     workspace_bytes,
 )
-from cuteforge.gqa.merge_config import MergeTraits
-from cuteforge.gqa.options import ScoreOptions, checked_softcap, checked_window
-from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
+from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
+from cuteforge.families.attention.merge.config import MergeTraits
+from cuteforge.families.attention.options import ScoreOptions, checked_softcap, checked_window
 from cuteforge.runtime.arch import CTA_RESERVE_BYTES, resolve_arch
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}

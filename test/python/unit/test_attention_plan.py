@@ -7,8 +7,8 @@ import pytest
 from cutlass import Int32, cute
 
 from cuteforge.device.traced import TraceConstant
-from cuteforge.gqa import plan
-from cuteforge.gqa.config import Problem, max_ctas, select_decode
+from cuteforge.families.attention.forward.config import Problem, max_ctas, select_decode
+from cuteforge.families.attention.work import plan
 from cuteforge.runtime.arch import resolve_arch
 
 H200 = resolve_arch("sm_90a", None)

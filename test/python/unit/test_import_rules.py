@@ -126,15 +126,15 @@ def test_every_room_has_a_place_in_the_arrow():
     [
         ("errors.py", "import torch", "no torch"),
         ("tensor_spec.py", "def f():\n    import torch", "no torch"),
-        ("runtime/env.py", "def f():\n    from cuteforge.csa import api", "lies above"),
+        ("runtime/env.py", "def f():\n    from cuteforge.families.csa import api", "lies above"),
         ("runtime/env.py", "from ..api_base import APIBase", "lies above"),
-        ("device/copy.py", "from cuteforge.csa.api import x", "lies above"),
-        ("csa/api.py", "from cuteforge.rotary.api import x", "one layer"),
+        ("device/copy.py", "from cuteforge.families.csa.api import x", "lies above"),
+        ("csa/api.py", "from cuteforge.families.rotary.api import x", "one layer"),
         ("csa/api.py", "import cuteforge.backends.csa", "lies above"),
         ("csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
         ("csa/api.py", "def f():\n    import cutlass", "only kernel files"),
         ("csa/api.py", "from cuteforge.device import copy", "compile cache only"),
-        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.csa import api", "lies above"),
+        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.families.csa import api", "lies above"),
         ("errors.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "no torch"),
         ("__init__.py", "if not TYPE_CHECKING:\n    import torch", "lazily"),
         ("__init__.py", "from cuteforge.errors import ContractError", "lazily"),
@@ -153,7 +153,8 @@ def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("__init__.py", "cuteforge.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")]
+    ("path", "name"),
+    [("__init__.py", "cuteforge.families.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")],
 )
 def test_imports_for_type_checkers_cost_nothing_and_are_allowed(tmp_path, path, name):
     root = tmp_path / "cuteforge"

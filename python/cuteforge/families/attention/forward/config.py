@@ -1,8 +1,9 @@
 """What the portable forward kernel is compiled for, and the choice of its tiles. Pure Python: no torch, no cutlass.
 
-A work tile is one KV head of one request with some of the query rows that read it: the heads of its group times the query tokens, packed token by
-token. Row blocks of 16 fill the left side of the matrix instructions. The warps of a CTA form a grid, `row_warps` along the rows and `key_warps` along
-the keys: warps of one place along the keys share a ring, and take every `key_warps`-th tile of keys. Decode has many warps along the keys, prefill one.
+A work tile is one KV head of one request with some of the query rows that read it: the heads of its group times the
+query tokens, packed token by token. Row blocks of 16 fill the left side of the matrix instructions. The warps of a CTA
+form a grid, `row_warps` along the rows and `key_warps` along the keys: warps of one place along the keys share a ring,
+and take every `key_warps`-th tile of keys. Decode has many warps along the keys, prefill one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PARTS = 2  # unfinished row tiles of a CTA: one that began before its share, one
 MAX_WAVES = 4
 MAX_WORKSPACE_BYTES = 64 * 2**20
 MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
-# Requests of unlike lengths, up to so many keys: a CTA reads them sooner than a second kernel, which joins parts, is launched (about 2 us).
+# Requests of unlike lengths, up to so many keys: a CTA reads them sooner than a second kernel, which joins parts, is
+# launched (about 2 us).
 MAX_WHOLE_KEYS = 256
 LARGE_SMEM_BYTES = 160 * 1024  # of a CTA: A100, Hopper, B200
 
@@ -38,8 +40,8 @@ class Tile:
         key_warps: warps along the keys.
         tile_n: keys that a warp takes at a time.
         num_stages: tiles of a ring.
-        queries_in_smem: whether query rows, `4 * m_blocks * D / 16` registers a lane, are read from shared memory for every tile of keys
-            instead. Where they fit registers that cost 20 % (H200, prefill, D = 256).
+        queries_in_smem: whether query rows, `4 * m_blocks * D / 16` registers a lane, are read from shared memory for
+            every tile of keys instead. Where they fit registers that cost 20 % (H200, prefill, D = 256).
     """
 
     m_blocks: int
@@ -70,7 +72,8 @@ class Traits(WorkTraits):
     """The compile key: everything that the trace reads.
 
     Attributes:
-        splits: whether several CTAs may share the keys of a work tile and leave partial results, which a second kernel joins.
+        splits: whether several CTAs may share the keys of a work tile and leave partial results, which a second kernel
+            joins.
         dependent_launch: a kernel may start before the one it waits for has ended (sm_90 and up).
         cluster: the most CTAs that share a work tile and join through each other's shared memory (sm_90 and up).
     """
@@ -93,8 +96,9 @@ class Traits(WorkTraits):
 
     @property
     def lookups_ahead(self) -> int:
-        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200, 128 requests of 1024 keys in
-        pages of one token: 163 us, 168 with one, 161 with three, which gained nothing elsewhere)."""
+        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200,
+        128 requests of 1024 keys in pages of one token: 163 us, 168 with one, 161 with three, which gained nothing
+        elsewhere)."""
         return 2 if self.problem.is_paged and self.tile.key_warps > 1 and self.problem.widest <= 128 else 1
 
     @property
@@ -172,18 +176,13 @@ def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> 
 def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
     """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps.
 
-    One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us against 278): fewer
-    streams, each of them longer.
+    One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us
+    against 278): fewer streams, each of them longer.
 
-    Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its products (H200, 64 requests of
-    4096 keys: pages of 16 264 us against 267, of 1 267 against 297).
+    Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its
+    products (H200, 64 requests of 4096 keys: pages of 16 264 us against 267, of 1 267 against 297).
     """
-    if (
-        rows <= ROW_BLOCK
-        and problem.is_paged
-        and problem.widest <= 128
-        and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES
-    ):
+    if rows <= ROW_BLOCK and problem.is_paged and problem.widest <= 128 and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES:
         return Tile(1, 1, 4, 32, 2 if problem.widest > 64 else 4, 1)
     blocks, in_smem = -(-rows // ROW_BLOCK), problem.widest > 192 and _lacks_registers(problem, arch)
     if blocks == 1:

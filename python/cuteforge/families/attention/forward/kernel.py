@@ -1,10 +1,11 @@
 """The portable forward kernel: decode and prefill, dense, ragged and paged, from one source.
 
-The warps of one place along the keys stream their share of the keys and values through a ring of their own (keys/ring.py). A warp multiplies its query
-rows, held in registers, with a tile of keys, turns the scores into weights (parts/softmax.py), and adds up the weighted values. The weights of a row
-are summed by the same matrix instructions that multiply them with the values, as rounded, so that equal values come out exact. The key warps of a CTA
-meet in shared memory, CTAs that share the keys of a work tile in a workspace (parts/combine.py), or in the shared memory of a cluster
-(parts/cluster.py).
+The warps of one place along the keys stream their share of the keys and values through a ring of their own
+(keys/ring.py). A warp multiplies its query rows, held in registers, with a tile of keys, turns the scores into weights
+(parts/softmax.py), and adds up the weighted values. The weights of a row are summed by the same matrix instructions
+that multiply them with the values, as rounded, so that equal values come out exact. The key warps of a CTA meet in
+shared memory, CTAs that share the keys of a work tile in a workspace (parts/combine.py), or in the shared memory of a
+cluster (parts/cluster.py).
 """
 
 from typing import Any, NamedTuple
@@ -151,9 +152,7 @@ class Attention(Entry):
             if shares.pieces <= 1:
                 part = select(granule > 0, Int32(CONTINUED), select(end < granules, Int32(BEGUN), Int32(WHOLE)))
             work = WorkTile(counts, batch, head, row_tile)
-            results = Results(
-                work, (plan.splits, split), part, self._cluster_part(log_cluster, work, sAddress, rank)
-            )
+            results = Results(work, (plan.splits, split), part, self._cluster_part(log_cluster, work, sAddress, rank))
             self._attend(work, results, granule, end, sAddress, scale, thread)
             left = left - (end - granule)
             going = left > 0
@@ -182,7 +181,14 @@ class Attention(Entry):
 
     @cute.jit
     def _attend(
-        self, work: WorkTile, results, granule: Int32, end_granule: Int32, sAddress: Int32, scale: Float32, thread: Thread
+        self,
+        work: WorkTile,
+        results,
+        granule: Int32,
+        end_granule: Int32,
+        sAddress: Int32,
+        scale: Float32,
+        thread: Thread,
     ):
         """One warp's part of a work tile: its rows, and of the keys of some granules its share. They are counted from the first one that is seen."""
         tile = self.traits.tile

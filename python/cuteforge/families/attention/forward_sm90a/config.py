@@ -1,6 +1,7 @@
 """What a prefill kernel of sm_90a is compiled for. Pure Python: no torch, no cutlass.
 
-A warpgroup multiplies 64 query rows; up to three of them share the tiles of keys and values that a fourth group of warps copies.
+A warpgroup multiplies 64 query rows; up to three of them share the tiles of keys and values that a fourth group of
+warps copies.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class WarpgroupTraits(WorkTraits):
 
 
 def few_rows(requests: int, kv_heads: int, num_sms: int) -> int:
-    """Up to how many query rows, tokens times heads, smaller row tiles are better: some for each SM, so that none has a tile more than others for
-    long (H200, 1x2048 d128, 65536 rows: 68.2 us, 71.3 with larger ones), and requests whose rows hardly fill one."""
+    """Up to how many query rows, tokens times heads, smaller row tiles are better: some for each SM, so that none has a
+    tile more than others for long (H200, 1x2048 d128, 65536 rows: 68.2 us, 71.3 with larger ones), and requests whose
+    rows hardly fill one."""
     return max(FEW_ROWS * num_sms, 2 * ROWS * requests * kv_heads)
 
 
@@ -144,8 +146,9 @@ def select_warpgroups(problem: Problem, arch: Arch, has_few_rows: bool = False) 
 
 
 def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTile:
-    """Three warpgroups where a lane then has registers for enough keys: the weights of one are found while the products of two others run (H200,
-    4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643 with three and 80)."""
+    """Three warpgroups where a lane then has registers for enough keys: the weights of one are found while the products
+    of two others run (H200, 4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643
+    with three and 80)."""
     if problem.widest <= 128:
         return WarpgroupTile(2 if has_few_rows else 3, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128

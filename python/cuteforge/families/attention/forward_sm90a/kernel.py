@@ -1,9 +1,10 @@
 """The forward kernel of sm_90a: products by warpgroups, copies by warps of their own.
 
-A CTA for each SM goes through work tiles. Four of its warps only copy (loads.py), so queries, keys and values of a tile come under the products of
-the one before. The other warps, in warpgroups of 64 rows, multiply (products.py): the scores of a tile of keys are computed while the values of the
-tile before are added up, and the softmax of one warpgroup runs while the products of another do. What a lane holds is laid out as in
-`forward/kernel.py`, so that softmax, masks and results are the same code.
+A CTA for each SM goes through work tiles. Four of its warps only copy (loads.py), so queries, keys and values of a tile
+come under the products of the one before. The other warps, in warpgroups of 64 rows, multiply (products.py): the scores
+of a tile of keys are computed while the values of the tile before are added up, and the softmax of one warpgroup runs
+while the products of another do. What a lane holds is laid out as in `forward/kernel.py`, so that softmax, masks and
+results are the same code.
 """
 
 from typing import Any, NamedTuple
@@ -124,7 +125,8 @@ class MultiplyingWarp(TraceConstant):
 
     @cute.jit
     def _attend(self, work: WorkTile, fragments: Fragments, cursor: Cursor):
-        """One work tile, whose first scores are on their way. Starts those of the next one, or of anything if there is none.
+        """One work tile, whose first scores are on their way. Starts those of the next one, or of anything if there is
+        none.
 
         Returns:
             The cursor at the next one, and its fields.
@@ -153,7 +155,8 @@ class MultiplyingWarp(TraceConstant):
     def _attend_tile(
         self, i: Int32, end: Int32, queries: Int32, weighing, fragments: Fragments, stage: Int32, parity: Int32
     ):
-        """The scores and weights of tile `i` of keys, beside the values of the tile before. Returns the stage and parity of tile `i`.
+        """The scores and weights of tile `i` of keys, beside the values of the tile before. Returns the stage and
+        parity of tile `i`.
 
         Tiles go up to `end`.
         """
@@ -167,8 +170,8 @@ class MultiplyingWarp(TraceConstant):
         set_registers(rS, wait_groups(1, values_of(rS))[0])
         rScale, grew = weighing.weigh(rS, i, ahead)
         self._wait_for_keys(ahead, ahead_parity, (i + 1 < end) & weighing.softmax.is_added_up())
-        # The weights are found while the values of the tile before are added up; until then that reads the old ones, so the new ones are
-        # rounded afterwards.
+        # The weights are found while the values of the tile before are added up; until then that reads the old ones, so
+        # the new ones are rounded afterwards.
         sums, weights = wait_groups(0, values_of(rO), values_of(rS))
         set_registers(rO, sums)
         set_registers(rS, weights)
@@ -179,8 +182,8 @@ class MultiplyingWarp(TraceConstant):
 
     @cute.jit
     def _finish(self, weighing, fragments: Fragments, stage: Int32, parity: Int32, after: Cursor):
-        """Add up the values of the last tile and store the rows; start the first scores of the next work tile, beside them where its queries have a
-        buffer of their own. Returns the fields of that work tile."""
+        """Add up the values of the last tile and store the rows; start the first scores of the next work tile, beside
+        them where its queries have a buffer of their own. Returns the fields of that work tile."""
         keys, values = self.buffers.tokens
         rS, rP, rO = fragments.rS, fragments.rP, fragments.rO
         values.wait_full(stage, parity)
@@ -204,8 +207,8 @@ class MultiplyingWarp(TraceConstant):
 
     @cute.jit
     def _wait_for_keys(self, stage: Int32, parity: Int32, wanted):
-        """Wait for the tile of keys after the one in a stage. This is a branch, so what it depends on is not moved behind the wait for products that
-        follows it: the softmax would then no longer run beside them."""
+        """Wait for the tile of keys after the one in a stage. This is a branch, so what it depends on is not moved
+        behind the wait for products that follows it: the softmax would then no longer run beside them."""
         if wanted:
             keys = self.buffers.tokens[KEYS]
             keys.wait_full(*keys.next(stage, parity))

@@ -28,7 +28,8 @@ class TokenCursor(NamedTuple):
 
 
 class Loads(TraceConstant):
-    """Keeps the buffers of a CTA full, work tile after work tile. Each method is what one or more warps do all the time.
+    """Keeps the buffers of a CTA full, work tile after work tile. Each method is what one or more warps do all the
+    time.
 
     Args:
         dtype: of the tensors.
@@ -81,8 +82,9 @@ class Loads(TraceConstant):
 
     @cute.jit
     def _copy_tokens(self, are_keys, tiles: cutlass.Constexpr, query_copier: RowCopier | None):
-        """Keys, or values, of all work tiles. Neither waits until there is room for the others: a tile of keys is read before the values of the tile
-        before, but would be copied after them (H200, 4 requests of 4096 tokens in pages of 16: 1.08 of dense keys, 1.19 with one warp for both).
+        """Keys, or values, of all work tiles. Neither waits until there is room for the others: a tile of keys is read
+        before the values of the tile before, but would be copied after them (H200, 4 requests of 4096 tokens in pages
+        of 16: 1.08 of dense keys, 1.19 with one warp for both).
 
         Args:
             tiles: of keys, and of values.

@@ -54,7 +54,8 @@ class Products(TraceConstant):
 
     def _start(self, rX, sums: list, lefts: list, right, transposed: bool, ends_turn: bool) -> None:
         start_group()
-        # A turn is passed on when products of EARLY_COLS columns are still to come: 128 cycles, in which the next warpgroup gets ready.
+        # A turn is passed on when products of EARLY_COLS columns are still to come: 128 cycles, in which the next
+        # warpgroup gets ready.
         early = min(-(-EARLY_COLS // (len(sums) * 2)), len(lefts))
         for step, left in enumerate(lefts):
             if ends_turn and step == len(lefts) - early:

@@ -27,12 +27,14 @@ class Position(NamedTuple):
 
 
 class Schedule(TraceConstant):
-    """The work tiles of a CTA one after another, for one warp. Who goes through them keeps a `Position`: the `first` one, then each `after` it.
+    """The work tiles of a CTA one after another, for one warp. Who goes through them keeps a `Position`: the `first`
+    one, then each `after` it.
 
     Args:
-        ahead: byte address in shared memory of the fields of the next work tiles; None where finding them takes no search. Of packed queries it does:
-            by one lane for each work tile, `FIELDS_AHEAD` at once (H200, 1024 requests of 32 tokens: 0.64 us each when a warp looked for one at a
-            time, half of which are empty, where a work tile takes 2.4).
+        ahead: byte address in shared memory of the fields of the next work tiles; None where finding them takes no
+            search. Of packed queries it does: by one lane for each work tile, `FIELDS_AHEAD` at once (H200, 1024
+            requests of 32 tokens: 0.64 us each when a warp looked for one at a time, half of which are empty, where a
+            work tile takes 2.4).
     """
 
     def __init__(self, counts: Counts, ahead, lane):

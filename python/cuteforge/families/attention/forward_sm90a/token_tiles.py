@@ -42,8 +42,9 @@ class TileBoxes(TraceConstant):
     Args:
         copies: of the matrix.
         which: keys or values, as in `Buffers.tokens`.
-        loaded: barrier that counts what is loaded of a tile of values before the rest of it becomes zeros: what lies after the last one may be a NaN,
-            and 0 times a NaN is one. Keys need no zeros: scores with what lies after them are masked.
+        loaded: barrier that counts what is loaded of a tile of values before the rest of it becomes zeros: what lies
+            after the last one may be a NaN, and 0 times a NaN is one. Keys need no zeros: scores with what lies after
+            them are masked.
     """
 
     def __init__(self, traits, copies: TmaRows, which: int, loaded: cute.Pointer, lane):
@@ -87,7 +88,8 @@ class TileBoxes(TraceConstant):
     def finish(self, stages: Stages, tail: Tail, loaded_parity: Int32):
         """Wait for a tile that has a tail, and zero it. Returns the parity of `loaded` after it.
 
-        Later than the copy, so that what comes next is looked for while it is on its way: of 1024 requests of 32 keys each one has a tail.
+        Later than the copy, so that what comes next is looked for while it is on its way: of 1024 requests of 32 keys
+            each one has a tail.
         """
         if tail.stage != NONE:
             cute.arch.mbarrier_wait(self.loaded, loaded_parity)
@@ -110,7 +112,8 @@ class TileBoxes(TraceConstant):
             place = (work.head, work.batch) if cutlass.const_expr(len(work.ops.mK.shape) == 4) else (work.head,)
             copies.copy(target, barrier, work.first_key + token, place)
         else:
-            # four at a time where registers allow: with a window, a cap and sinks the copying warps spill 8 bytes then (ptxas of CUDA 12)
+            # four at a time where registers allow: with a window, a cap and sinks the copying warps spill 8 bytes then
+            # (ptxas of CUDA 12)
             at_once = 2 if work.traits.problem.has_options else 4
             for box in cutlass.range(self.boxes, unroll=at_once if is_whole else 1):
                 page, slot = (cute.arch.shuffle_sync(x, box) for x in found)

@@ -1,7 +1,7 @@
 """How one number of a key or a value is stored. Pure Python: no cutlass.
 
-What the rings and the shared memory know of keys is bytes, and these come from here. An element of another width is one more class; what turns it
-into an operand of the products belongs into it as well.
+What the rings and the shared memory know of keys is bytes, and these come from here. An element of another width is one
+more class; what turns it into an operand of the products belongs into it as well.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Tiles of tokens on their way through shared memory: a ring of stages that a few warps fill and read.
 
-A tile has a row of two matrices for each token: its key and its value, or whatever else a source gives the addresses of. A lane copies the same chunk
-of rows a constant distance apart: its place in the first one is computed once, and the others are a few bits away.
+A tile has a row of two matrices for each token: its key and its value, or whatever else a source gives the addresses
+of. A lane copies the same chunk of rows a constant distance apart: its place in the first one is computed once, and the
+others are a few bits away.
 """
 
 import cutlass

@@ -1,8 +1,8 @@
 """Where keys and values come from: strided tensors, packed sequences, or pages.
 
-A source gives the byte addresses of a token's key and value. A strided one computes them in any lane; a paged one looks a page number up, which
-takes a memory latency. So lanes share the work, a row of a tile each, pass addresses on by shuffle, and `look_up` a tile before they ask for
-`addresses`: only those wait for what is read.
+A source gives the byte addresses of a token's key and value. A strided one computes them in any lane; a paged one looks
+a page number up, which takes a memory latency. So lanes share the work, a row of a tile each, pass addresses on by
+shuffle, and `look_up` a tile before they ask for `addresses`: only those wait for what is read.
 """
 
 import cutlass
@@ -48,7 +48,8 @@ class PagedKV(TraceConstant):
     Args:
         mK, mV: (P, ps, Hkv, D), or (P, Hkv, D) for pages of one token.
         mTable: (R, C) page numbers; `row` is the request's.
-        by_page: divisor by the tokens of a page, None for one: every token is looked up, and a division takes as long as the look-up.
+        by_page: divisor by the tokens of a page, None for one: every token is looked up, and a division takes as long
+            as the look-up.
         new: addresses of a key and a value that stand for token `new_token`, or None.
     """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.arch import WARP
-from cuteforge.tensor_spec import ITEMSIZE
 
 ACCESS_BYTES = 16
 

@@ -1,8 +1,8 @@
-"""Joining the parts of a work tile that the CTAs of a cluster share: each sends its rows to the CTAs that join them, without a workspace, a second kernel
-or a barrier that all wait at (sm_90 and up).
+"""Joining the parts of a work tile that the CTAs of a cluster share: each sends its rows to the CTAs that join them,
+without a workspace, a second kernel or a barrier that all wait at (sm_90 and up).
 
-A CTA joins the rows whose number leaves its rank when divided by the size of the cluster. It knows how many bytes will come, and waits for these; who
-has sent its rows is free to end.
+A CTA joins the rows whose number leaves its rank when divided by the size of the cluster. It knows how many bytes will
+come, and waits for these; who has sent its rows is free to end.
 """
 
 import cutlass
@@ -20,8 +20,8 @@ COLS = 4
 
 
 class ClusterPart(TraceConstant):
-    """What the CTAs of a cluster leave of their work. Where a CTA joins rows: from each of the CTAs those rows in fp32, then their log-sum-exps, and
-    a barrier that counts the bytes.
+    """What the CTAs of a cluster leave of their work. Where a CTA joins rows: from each of the CTAs those rows in fp32,
+    then their log-sum-exps, and a barrier that counts the bytes.
 
     Args:
         address: of all that in the shared memory of this CTA.

@@ -42,7 +42,8 @@ class ScoreMask(TraceConstant):
     def _set(self, rS: cute.Tensor, first: Int32):
         for block in cutlass.range_constexpr(rS.shape[0]):
             for half in cutlass.range_constexpr(HALVES):
-                # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room for.
+                # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room
+                # for.
                 row = self.rows[block][half]
                 limit = self.work.keys_end(row) - (first + self.first_col)
                 begin = self.work.keys_begin(row) - (first + self.first_col)

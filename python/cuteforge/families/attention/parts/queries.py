@@ -1,4 +1,5 @@
-"""A warp's query rows as left operands of the product with the keys: in registers, or in shared memory where they would not fit.
+"""A warp's query rows as left operands of the product with the keys: in registers, or in shared memory where they would
+not fit.
 
 They carry the sign of the scale, and are 0 for a scale of 0, so that scores are taken times a positive factor.
 """

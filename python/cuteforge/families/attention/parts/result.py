@@ -22,7 +22,8 @@ class Results(TraceConstant):
     Args:
         split: (splits, this one) where row tiles are shared, else None.
         part: which of the CTA's parts, WHOLE for final rows.
-        cluster: (whether a cluster joins the work tile, where the CTA's part then goes), a `ClusterPart`; None where kernels have no clusters.
+        cluster: (whether a cluster joins the work tile, where the CTA's part then goes), a `ClusterPart`; None where
+            kernels have no clusters.
     """
 
     def __init__(self, work: WorkTile, split=None, part=None, cluster=None):
@@ -254,8 +255,8 @@ def reciprocal_or_zero(total):
 
 
 def exchange_in_quad(words: list, lane) -> list:
-    """Four words of each of four adjacent lanes, transposed: lane i gets the i-th word of all. Where a lane has two columns of each block of eight,
-    it then has all of one block: 16 bytes to store at a time."""
+    """Four words of each of four adjacent lanes, transposed: lane i gets the i-th word of all. Where a lane has two
+    columns of each block of eight, it then has all of one block: 16 bytes to store at a time."""
     words = list(words)
     for distance, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
         upper = (lane & distance) != 0

@@ -1,7 +1,8 @@
-"""Online softmax over score fragments of 16-row blocks: running maxima, sums, and weights as left operands of the next product.
+"""Online softmax over score fragments of 16-row blocks: running maxima, sums, and weights as left operands of the next
+product.
 
-Scores are taken times a positive factor that turns exp into exp2. A row that has seen no key has the maximum -inf; it is replaced by 0 where it is
-subtracted, so that its weights are 0 and not NaN.
+Scores are taken times a positive factor that turns exp into exp2. A row that has seen no key has the maximum -inf; it
+is replaced by 0 where it is subtracted, so that its weights are 0 and not NaN.
 """
 
 import cutlass
@@ -16,8 +17,8 @@ HALVES = 2  # a lane holds rows g and g + 8 of a block
 class OnlineSoftmax(TraceConstant):
     """State of a lane's rows; `factor` is positive, ``|scale| * log2(e)`` or what scores are capped at times log2(e).
 
-    `rMax[block, half]` is the largest score so far, in every lane of the row's four. `rSum` is the lane's own part of the row's sum of weights before
-    they are rounded, kept where `with_sums`: what a log-sum-exp is made of.
+    `rMax[block, half]` is the largest score so far, in every lane of the row's four. `rSum` is the lane's own part of
+    the row's sum of weights before they are rounded, kept where `with_sums`: what a log-sum-exp is made of.
     """
 
     def __init__(self, m_blocks: int, factor, with_sums: bool):
@@ -43,7 +44,8 @@ class OnlineSoftmax(TraceConstant):
                 before = self.rMax[block, half]
                 largest = self._row_max(rS, block, half, before)
                 shift = finite_or_zero(largest) * self.factor
-                # exactly 1 where nothing grew, the product being rounded as it is in `shift`: tiles that a row does not see leave its bits alone
+                # exactly 1 where nothing grew, the product being rounded as it is in `shift`: tiles that a row does not
+                # see leave its bits alone
                 rScale[block, half] = exp2_fast(add_rn(mul_rn(before, self.factor), -shift))
                 self._weigh(rS, block, half, shift)
                 self.rMax[block, half] = largest

@@ -10,11 +10,13 @@ from cuteforge.families.attention.problem import Problem
 class Band(TraceConstant):
     """The band of scores of one request that causality and window leave.
 
-    The last query stands at the last key: query token i of L is at position ``p = i + (S - L)`` of S keys, a negative one before the first. It sees the
-    keys from ``p - left`` to ``p + right``; none after its own where the problem is causal.
+    The last query stands at the last key: query token i of L is at position ``p = i + (S - L)`` of S keys, a negative
+    one before the first. It sees the keys from ``p - left`` to ``p + right``; none after its own where the problem is
+    causal.
 
     Args:
-        left, right: numbers of the launch, None where the problem has no such limit. Any number up to 2**31 - 1: no sum of two of them is formed.
+        left, right: numbers of the launch, None where the problem has no such limit. Any number up to 2**31 - 1: no sum
+            of two of them is formed.
         tokens, keys: query tokens L and keys S of the request.
     """
 

@@ -13,15 +13,15 @@ from cuteforge.families.attention.work.offsets import PackedTiles, span
 from cuteforge.families.attention.work.traits import WorkTraits
 
 MAX_SEARCH = 64  # steps of the host
-# Up to so many bytes of keys and values are read with a hint that they are read once: 34 MB took 18.4 us with it and 19.6 without, 270 MB as long
-# with it as without, 1 GB 264 us with it and 255 without (H200).
+# Up to so many bytes of keys and values are read with a hint that they are read once: 34 MB took 18.4 us with it and
+# 19.6 without, 270 MB as long with it as without, 1 GB 264 us with it and 255 without (H200).
 LITTLE_BYTES = 192 * 2**20
 L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half of the L2 of most GPUs
 
 
 class Operands(TraceConstant):
-    """The operands of a kernel: its tensors by their names in `operands.ROWS`, mQ and so on, and `left`, `right` and `softcap`. None for those that
-    the op does not have."""
+    """The operands of a kernel: its tensors by their names in `operands.ROWS`, mQ and so on, and `left`, `right` and
+    `softcap`. None for those that the op does not have."""
 
     SCALARS = ("left", "right", "softcap")
 
@@ -59,7 +59,8 @@ class Counts(TraceConstant):
     Attributes:
         requests, kv_heads, group, tokens: of requests, KV heads, query heads of one, query tokens.
         row_tiles: of a request; of packed queries in all.
-        together: pairs of a request and a KV head that are worked on at one time, a set, so that their keys and values stay in L2.
+        together: pairs of a request and a KV head that are worked on at one time, a set, so that their keys and values
+            stay in L2.
         sets: of batched queries, in a kernel.
         work_tiles: their number; of packed queries some are empty.
     """

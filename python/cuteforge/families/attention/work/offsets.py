@@ -11,8 +11,8 @@ from cuteforge.runtime.arch import WARP
 class PackedTiles(TraceConstant):
     """Slots of the tiles of packed rows.
 
-    Request b has the slots from ``offsets[b] * rows_per_token // tile_rows + b`` on: at least as many as it has tiles, so some are empty. The tokens
-    past the last request are one more request, without a partner.
+    Request b has the slots from ``offsets[b] * rows_per_token // tile_rows + b`` on: at least as many as it has tiles,
+    so some are empty. The tokens past the last request are one more request, without a partner.
 
     Args:
         mOffsets: (B+1,) int32, ascending; whatever it holds, nothing outside of the tokens is named.

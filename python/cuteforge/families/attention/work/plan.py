@@ -1,10 +1,12 @@
-"""How the host cuts the keys of all row tiles for the CTAs of decode, from shapes alone: what is captured into a graph stays right for any lengths.
+"""How the host cuts the keys of all row tiles for the CTAs of decode, from shapes alone: what is captured into a graph
+stays right for any lengths.
 
 Three ways are weighed by the granules of keys that the last CTA goes through, those that other work costs included:
 
 * a CTA for each row tile and KV head, one after another: nothing to join;
 * a cluster of two, four or eight for each, joined through shared memory: only where all of them run at once;
-* equal shares of the whole line (shares.py), with a second kernel that joins. Where requests may differ in length only these are balanced.
+* equal shares of the whole line (shares.py), with a second kernel that joins. Where requests may differ in length only
+these are balanced.
 """
 
 import cutlass
@@ -69,10 +71,9 @@ def _even_splits(counts: Counts, row_tiles: Int32, granules: Int32, room: Int32,
             splits = candidate
             least_idle = idle
     most_granules = Int64(row_tiles) * Int64(granules)
-    # the workspace of many heads may have no room for one: then a split goes through the whole line, and leaves nothing there
-    return cutlass.max(
-        cutlass.min(cutlass.min(splits, room), Int32(cutlass.min(most_granules, Int64(1 << 20)))), 1
-    )
+    # the workspace of many heads may have no room for one: then a split goes through the whole line, and leaves nothing
+    # there
+    return cutlass.max(cutlass.min(cutlass.min(splits, room), Int32(cutlass.min(most_granules, Int64(1 << 20)))), 1)
 
 
 def _share_cost(counts: Counts, row_tiles, granules, splits, max_ctas):

@@ -1,10 +1,11 @@
 """How CTAs share the keys of all row tiles, so that each has as much to read as any other, whatever the lengths.
 
-The keys of a request that its queries see are counted in granules: the tiles that all key warps of a CTA take at once. For each KV head the granules of
-all row tiles form one line, which is cut into equal shares, one a split. A split has a CTA for each KV head, so that the heads, which lie next to each
-other in memory, are read together. A CTA goes through the row tiles that its share touches. A row tile that lies in one share is finished there. Of
-any other, each CTA leaves a part in the workspace, at most two a CTA: of the row tile that began before its share, and of the one that goes on after
-it.
+The keys of a request that its queries see are counted in granules: the tiles that all key warps of a CTA take at once.
+For each KV head the granules of all row tiles form one line, which is cut into equal shares, one a split. A split has a
+CTA for each KV head, so that the heads, which lie next to each other in memory, are read together. A CTA goes through
+the row tiles that its share touches. A row tile that lies in one share is finished there. Of any other, each CTA leaves
+a part in the workspace, at most two a CTA: of the row tile that began before its share, and of the one that goes on
+after it.
 
 Lengths are read on the device, so a captured graph stays right, and balanced, for any.
 """
@@ -30,8 +31,8 @@ class SplitPlan(NamedTuple):
 
     Attributes:
         splits: how many.
-        pieces: 0: the whole line is cut into at most `splits` shares of equal length. n: each row tile is cut into n pieces, `splits` being n times
-            the row tiles; in clusters of n the n pieces of a row tile are joined.
+        pieces: 0: the whole line is cut into at most `splits` shares of equal length. n: each row tile is cut into n
+            pieces, `splits` being n times the row tiles; in clusters of n the n pieces of a row tile are joined.
         by_pieces: divisor by them.
         by_granules: divisor by the granules of a row tile, where all have as many.
         log_cluster: log2 of the CTAs of a cluster.
@@ -50,7 +51,8 @@ class Segment(NamedTuple):
     Attributes:
         batch, row_tile, granule: where it starts.
         left: its granules.
-        part: where a piece of a row tile belongs; WHOLE, of a share, means that it follows from where a row tile is cut.
+        part: where a piece of a row tile belongs; WHOLE, of a share, means that it follows from where a row tile is
+            cut.
     """
 
     batch: Any
@@ -208,8 +210,8 @@ class Shares(TraceConstant):
 
     @cute.jit
     def crossing(self, index: Int32):
-        """The `index`-th row tile that splits may share: where there are no more row tiles than splits the row tile of that number, else the one in
-        which the share of split `index` ends."""
+        """The `index`-th row tile that splits may share: where there are no more row tiles than splits the row tile of
+        that number, else the one in which the share of split `index` ends."""
         batch, row_tile, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         row_tiles = self.counts.requests * self.counts.row_tiles
         if self.pieces > 0:

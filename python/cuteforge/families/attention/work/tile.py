@@ -32,7 +32,8 @@ class TileFields(NamedTuple):
 
 
 class WorkTile(TraceConstant):
-    """One KV head of one request, and a tile of the query rows that read it: the heads of its group times the query tokens, packed token by token.
+    """One KV head of one request, and a tile of the query rows that read it: the heads of its group times the query
+    tokens, packed token by token.
 
     Args:
         batch, head, row_tile, first_token, q_len: as in `TileFields`.
@@ -57,12 +58,13 @@ class WorkTile(TraceConstant):
 
     @classmethod
     def at(cls, counts: Counts, index, lane=None):
-        """The `index`-th work tile in the order in which they are worked on: the row tiles that see most keys come first.
+        """The `index`-th work tile in the order in which they are worked on: the row tiles that see most keys come
+        first.
 
         The lanes of a warp find it together; without `lane` each finds one of its own.
 
-        In rounds (`WorkTraits.in_rounds`) they come first and last in turn, from one request or set to the next, so that the lengths of adjacent
-        rounds are alike; see `forward_sm90a/schedule.py`.
+        In rounds (`WorkTraits.in_rounds`) they come first and last in turn, from one request or set to the next, so
+        that the lengths of adjacent rounds are alike; see `forward_sm90a/schedule.py`.
         """
         traits, by = counts.traits, counts.by
         if traits.problem.packs_queries:

@@ -17,8 +17,10 @@ class WorkTraits:
     """Base of the compile keys: the problem, and how a CTA works on a tile of it.
 
     Attributes:
-        tile: has `tile_m` and `tile_n`, rows and keys that a CTA works on at a time; `m_blocks`, row blocks of a warp; `ctas_per_sm`.
-        in_rounds: whether a CTA takes one work tile after another, instead of the GPU starting a CTA for each where one has ended.
+        tile: has `tile_m` and `tile_n`, rows and keys that a CTA works on at a time; `m_blocks`, row blocks of a warp;
+            `ctas_per_sm`.
+        in_rounds: whether a CTA takes one work tile after another, instead of the GPU starting a CTA for each where one
+            has ended.
         splits: whether several CTAs may share the keys of a work tile.
         cluster: the most CTAs of a cluster, 0 for none.
     """
@@ -52,8 +54,9 @@ class WorkTraits:
 
     @property
     def reads_keys_once(self) -> bool:
-        """Whether keys and values pass through L2 without being wanted again: they then make room for themselves instead of pushing out what is
-        there, whose dirty lines would have to be written back first. In prefill the row tiles of a head read them again."""
+        """Whether keys and values pass through L2 without being wanted again: they then make room for themselves
+        instead of pushing out what is there, whose dirty lines would have to be written back first. In prefill the row
+        tiles of a head read them again."""
         return False
 
     @property

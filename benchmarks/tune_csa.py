@@ -16,7 +16,8 @@ import harness
 import peers
 
 BUILDERS = {
-    direction: f"cuteforge.families.csa.compressor.{name}:build" for direction, name in (("fwd", "forward"), ("bwd", "backward"))
+    direction: f"cuteforge.families.csa.compressor.{name}:build"
+    for direction, name in (("fwd", "forward"), ("bwd", "backward"))
 }
 
 

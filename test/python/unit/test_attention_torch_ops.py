@@ -22,9 +22,9 @@ from cuteforge import (
     attn_paged_prefill,
     attn_prefill,
     merge_state,
-    torch_library,
 )
 from cuteforge.families.attention import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import attention as attn
 from helpers import budget, paged
 from helpers.stub_gpu import stub_wrappers

@@ -18,9 +18,9 @@ from cuteforge import (
     UnsupportedError,
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
-    torch_library,
 )
 from cuteforge.families.csa.compressor import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import budget, csa, process
 from helpers.packs import Pack
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits

@@ -18,9 +18,9 @@ from cuteforge import (
     rotary_emb,
     rotary_qk_wrapper,
     rotary_wrapper,
-    torch_library,
 )
 from cuteforge.families.rotary import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import budget, rotary
 from helpers.stub_gpu import stub_wrappers
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits

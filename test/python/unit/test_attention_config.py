@@ -21,6 +21,7 @@ from cuteforge.families.attention.forward.config import (
 from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
 from cuteforge.families.attention.merge.config import MergeTraits
 from cuteforge.families.attention.options import ScoreOptions, checked_softcap, checked_window
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.families.attention.work.traits import ROW_BLOCK, max_ctas, why_not
 from cuteforge.runtime.arch import CTA_RESERVE_BYTES, WARP, resolve_arch
 from helpers.attention_problems import problem_of
@@ -263,12 +264,12 @@ def test_batch_and_rows_of_one_block_share_a_binary():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_of_a_merge_do_not_straddle_warps(dtype):
-    for d in range(8, config.MAX_HEAD_DIM + 1, 8):
+    for d in range(8, MAX_HEAD_DIM + 1, 8):
         traits = MergeTraits(dtype, d, "batch")
         lanes, elems = traits.lanes_per_row, traits.access_elems
         assert traits.runs * elems == d
-        assert config.WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * config.WARP
-        assert lanes >= traits.runs or lanes == config.WARP
+        assert WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * WARP
+        assert lanes >= traits.runs or lanes == WARP
         assert lanes == 1 or lanes // 2 < traits.runs, "half of the lanes would do"
 
 

@@ -23,7 +23,7 @@ def cluster_of(size):
 
 
 class Counts(TraceConstant):
-    """As gqa/work.py has them, of `requests` with up to `keys` keys each, a query token each."""
+    """As families/attention/work/tile.py has them, of `requests` with up to `keys` keys each, a query token each."""
 
     def __init__(self, traits, requests, kv_heads, keys):
         self.traits, self.requests, self.kv_heads, self.keys = traits, Int32(requests), Int32(kv_heads), Int32(keys)

@@ -15,67 +15,17 @@ from cuteforge.errors import ContractError
 from cuteforge.families.attention.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.families.attention.forward.config import Traits, select_prefill, workspace_bytes
 from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
-from cuteforge.families.attention.operands import given_of
+from cuteforge.families.attention.operands import MASK_DIMS, Layout, entry_names, given_of, signature_of
 from cuteforge.families.attention.options import ScoreOptions, checked_scale, checked_softcap, checked_window
 from cuteforge.families.attention.problem import Problem
 from cuteforge.families.attention.work.traits import max_ctas
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
+from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
 
-FLOATS = ("bfloat16", "float16")
-# What the compiled entry takes, in its order, by the names that the ops have for it.
-_ENTRY = (
-    ("q",), ("k", "k_cache"), ("v", "v_cache"), ("out",), ("lse",), ("mask",), ("seqlens_k", "kv_indptr"), ("cu_seqlens_q",),
-    ("cu_seqlens_k",), ("page_table",), ("page_table_rows",), ("new_k",), ("new_v",), ("sinks",), ("workspace",),
-)  # fmt: skip
-_QUERIES = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
-_KEYS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
-_MASKS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
 _MASK_SHAPES = "2, 3 or 4 dims, (B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
-
-
-@functools.cache
-def signature_of(queries: str, keys: str, mask_rank: int, names: tuple[str, ...]) -> Signature:
-    """The operands `names` of an op, in this order."""
-    q, kv = _QUERIES[queries], _KEYS[keys]
-    dims = {
-        "q": f"{q} D",
-        "k": f"{kv} D",
-        "v": f"{kv} Dv",
-        "k_cache": f"{kv} D",
-        "v_cache": f"{kv} Dv",
-        "out": f"{q} Dv",
-        "lse": "Hq T" if queries == "packed" else "B Hq L",
-        "mask": _MASKS.get(mask_rank, ""),
-        "seqlens_k": "B",
-        "kv_indptr": "B+1",
-        "cu_seqlens_q": "B+1",
-        "cu_seqlens_k": "B+1",
-        "page_table": "R C",
-        "page_table_rows": "B",
-        "new_k": "B Hkv D",
-        "new_v": "B Hkv Dv",
-        "sinks": "Hq",
-        "workspace": "W",
-    }
-    roles = {"out": "out", "lse": "out", "workspace": "scratch"}
-    roles |= dict.fromkeys(("k_cache", "v_cache"), "update") if "new_k" in names else {}
-    return Signature(*(_operand(name, dims[name], roles.get(name, "in")) for name in names))
-
-
-def _operand(name: str, dims: str, role: str) -> Operand:
-    if name in ("lse", "sinks"):
-        return Operand(name, dims, ("float32",), align_bytes=4, role=role)
-    if name == "mask":
-        return Operand(name, dims, ("bool",))
-    if name == "workspace":
-        return Operand(name, dims, ("uint8",), align_bytes=16, role=role)
-    if dims.split()[-1] in ("D", "Dv"):
-        return Operand(name, dims, FLOATS if name == "q" else ("=q",), align_bytes=16, role=role)
-    return Operand(name, dims, ("int32",), align_bytes=4)
 
 
 class AttentionOp(APIBase):
@@ -95,12 +45,13 @@ class AttentionOp(APIBase):
         self.softmax_scale: float | None = checked_scale(softmax_scale)
         self._optional = tuple(name for name in given if name not in self._REQUIRED)
         self._check_presence(given)
-        if "mask" in ranks and ranks["mask"] not in _MASKS:
+        if "mask" in ranks and ranks["mask"] not in MASK_DIMS:
             raise ContractError(f"mask: wanted {_MASK_SHAPES}, got {ranks['mask']} dims")
         self._queries, self._keys = self._layouts(ranks, given)
         if self._splits:
             given["workspace"] = TensorSpec((0,), "uint8")
-        self.signature: Signature = signature_of(self._queries, self._keys, ranks.get("mask", 0), tuple(given))
+        layout = Layout(self._queries, self._keys, ranks.get("mask", 0))
+        self.signature: Signature = signature_of(layout, tuple(given))
         super().__init__(**given)
         self._arrange = Arrangement(self.signature.names)
         self._takes_workspace = self._splits
@@ -291,12 +242,17 @@ class Arrangement:
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        absent = len(names)
-        self.places = [next((names.index(n) for n in choices if n in names), absent) for choices in _ENTRY]
-        self._pick, self._has_mask = itemgetter(*self.places), "mask" in names
+        entry, absent = entry_names(), len(names)
+        self.places = [next((names.index(n) for n in choices if n in names), absent) for choices in entry]
+        self._pick = itemgetter(*self.places)
+        # a compiled entry has no type for bools
+        self._mask = (
+            next((i for i, choices in enumerate(entry) if "mask" in choices), None) if "mask" in names else None
+        )
 
     def __call__(self, operands: tuple) -> tuple:
         arranged = self._pick((*operands, None))
-        if self._has_mask:
-            arranged = (*arranged[:5], arranged[5].view(torch.uint8), *arranged[6:])
+        if self._mask is not None:
+            i = self._mask
+            arranged = (*arranged[:i], arranged[i].view(torch.uint8), *arranged[i + 1 :])
         return arranged

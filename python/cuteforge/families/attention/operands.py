@@ -130,6 +130,11 @@ def entry_rows() -> tuple[Row, ...]:
     return tuple(row for row in ROWS if row.shares is None)
 
 
+def entry_names() -> tuple[tuple[str, ...], ...]:
+    """For each tensor of the compiled entry the names that ops have for it."""
+    return tuple(tuple(row.name for row in ROWS if own.name in (row.name, row.shares)) for own in entry_rows())
+
+
 DEVICE_NAMES = tuple(row.device_name for row in entry_rows())
 
 
@@ -170,6 +175,7 @@ def signature_of(layout: Layout, names: tuple[str, ...]) -> Signature:
 
 
 def _operand(row: Row, layout: Layout, names: tuple[str, ...]) -> Operand:
-    is_written = row.is_output or (row.name in POOLS and APPENDED[0] in names)
-    role = "out" if is_written else "in"
+    role = "scratch" if row.kind is BYTES else "out" if row.is_output else "in"
+    if row.name in POOLS and APPENDED[0] in names:
+        role = "update"
     return Operand(row.name, row.dims(layout), row.kind.dtypes, align_bytes=row.kind.align_bytes, role=role)

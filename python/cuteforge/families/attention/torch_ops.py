@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from cuteforge.families.attention import reference
-from cuteforge.families.attention.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
+from cuteforge.families.attention.api import GQADecode, PagedGQADecode
 from cuteforge.families.attention.checks import check_contents
 from cuteforge.families.attention.merge.api import INPUT_NAMES, MergeState, check_outputs, new_merged, run_merge
+from cuteforge.families.attention.operands import APPENDED, PAGED_DECODE, POOLS, schema_of
 from cuteforge.families.attention.wrapper import (
     APPEND_OP,
-    NEW_NAMES,
     OPS,
-    POOLS,
     Tensors,
     check_queries,
     new_results,
@@ -27,11 +26,6 @@ from cuteforge.families.attention.wrapper import (
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_op, register_updating_op
 
-_DENSE = "Tensor q, Tensor k, Tensor v"
-_PAGED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table"
-_APPENDED = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table"
-_ROWS = "Tensor? seqlens_k, Tensor? kv_indptr, Tensor? page_table_rows"
-_SCORES = "Tensor? mask, Tensor? sinks"
 _CONFIG = "float? softmax_scale, bool causal, int? window_left, int? window_right, float? softcap"
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -116,7 +110,7 @@ def _paged_keys(given: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     if "new_k" in given:
         appended = lens > 0
         keys_values = [torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1) for x in keys_values]
-        for tokens, name in zip(keys_values, NEW_NAMES):
+        for tokens, name in zip(keys_values, APPENDED):
             tokens[appended, stored[appended].long()] = given[name][appended]
     return *keys_values, lens
 
@@ -126,7 +120,7 @@ def _store_new(given: Tensors, lens: torch.Tensor) -> None:
     requests = lens.nonzero()[:, 0]
     rows = given["page_table_rows"].long()[requests] if "page_table_rows" in given else requests
     position = lens[requests].long() - 1
-    for name, pool in zip(NEW_NAMES, (given[name] for name in POOLS)):
+    for name, pool in zip(APPENDED, (given[name] for name in POOLS)):
         pages = pool if pool.dim() == 4 else pool.unsqueeze(1)
         page, slot = given["page_table"][rows, position // pages.shape[1]].long(), position % pages.shape[1]
         kept = (page >= 0) & (page < pages.shape[0])
@@ -172,17 +166,9 @@ def _merge_fake(o_a: torch.Tensor, *_: torch.Tensor) -> Results:
     return new_merged(o_a)
 
 
-_register(GQADecode, OPS[GQADecode], f"{_DENSE}, Tensor? seqlens_k, {_SCORES}")
-_register(
-    GQAPrefill,
-    OPS[GQAPrefill],
-    f"{_DENSE}, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, {_SCORES}",
-)
-_register(PagedGQADecode, OPS[PagedGQADecode], f"{_PAGED}, {_ROWS}, {_SCORES}")
-_register(
-    PagedGQADecode, APPEND_OP, f"{_APPENDED}, {_ROWS}, Tensor? new_k, Tensor? new_v, {_SCORES}", register_updating_op
-)
-_register(PagedGQAPrefill, OPS[PagedGQAPrefill], f"{_PAGED}, Tensor cu_seqlens_q, {_ROWS}, {_SCORES}")
+for _op, _name in OPS.items():
+    _register(_op, _name, schema_of(_name))
+_register(PagedGQADecode, APPEND_OP, schema_of(PAGED_DECODE, appends=True), register_updating_op)
 register_op(
     f"merge_state({', '.join(f'Tensor {name}' for name in INPUT_NAMES)}) -> (Tensor, Tensor)",
     cuda=_merge_cuda,

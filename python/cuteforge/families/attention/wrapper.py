@@ -19,6 +19,15 @@ from cuteforge.families.attention.api import (
 )
 from cuteforge.families.attention.forward.config import ROW_BLOCK
 from cuteforge.families.attention.forward_sm90a.config import few_rows
+from cuteforge.families.attention.operands import (
+    APPENDED,
+    DECODE,
+    PAGED_DECODE,
+    PAGED_PREFILL,
+    POOLS,
+    PREFILL,
+    inputs_of,
+)
 from cuteforge.families.attention.options import Window, checked_scale, checked_softcap, checked_splits, checked_window
 from cuteforge.op import recall
 from cuteforge.op.base import TupleDict
@@ -36,25 +45,10 @@ _QUERIES = {
     GQAPrefill: {4: "(B, L, Hq, D)"},
     PagedGQADecode: {4: "(B, L, Hq, D)", 3: "(B, Hq, D)"},
 }
-POOLS = ("k_cache", "v_cache")
-NEW_NAMES = ("new_k", "new_v")
-# The inputs of the wrappers by class, and their options.
-_INPUTS = {
-    GQADecode: ("q", "k", "v", "seqlens_k", "mask", "sinks"),
-    GQAPrefill: ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask", "sinks"),
-    PagedGQADecode: (
-        "q", "k_cache", "v_cache", "page_table", "seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask", "sinks",
-    ),
-    PagedGQAPrefill: ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "seqlens_k", "kv_indptr", "page_table_rows", "mask", "sinks"),
-}  # fmt: skip
-# The ops of torch by class, and the one that writes the pools.
-OPS = {
-    GQADecode: "gqa_decode",
-    GQAPrefill: "gqa_prefill",
-    PagedGQADecode: "paged_gqa_decode",
-    PagedGQAPrefill: "paged_gqa_prefill",
-}
-APPEND_OP = "paged_gqa_decode_append"
+# The torch op of each class, the one that writes the pools, and what the wrappers take.
+OPS = {GQADecode: DECODE, GQAPrefill: PREFILL, PagedGQADecode: PAGED_DECODE, PagedGQAPrefill: PAGED_PREFILL}
+APPEND_OP = f"{PAGED_DECODE}_append"
+_INPUTS = {op: inputs_of(name) for op, name in OPS.items()}
 
 
 def gqa_decode_wrapper(
@@ -377,8 +371,8 @@ def _attend_by_op(
     config: Mapping[str, Any],
 ) -> tuple:
     """As `run_attention`, seen by what follows the call."""
-    appends = any(name in given for name in NEW_NAMES)
-    inputs = [x for name, x in tensors.items() if appends or name not in NEW_NAMES]
+    appends = any(name in given for name in APPENDED)
+    inputs = [x for name, x in tensors.items() if appends or name not in APPENDED]
     causal, window, softcap, *rest = config.values()
     name = APPEND_OP if appends else OPS[op]
     operands = given if out is None else {**given, "out": out}

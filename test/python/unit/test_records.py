@@ -260,6 +260,32 @@ def test_check_names_what_changed_since(tree):
     assert not current and line.startswith("GPU record: STALE, cli/demo.py, cli/show.py, kernel.py changed since")
 
 
+CODE = 'def f(x: int = 2):\n    """Text."""\n    return f"{x} a" "b"  # why\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counts"),
+    [
+        (CODE, CODE.replace("Text", "Other text").replace("why", "why not"), False),
+        (CODE, "# Above.\n\n\n" + CODE.replace("(x: int = 2)", "(\n    x: int = 2,\n)"), False),
+        (CODE, CODE.replace('    """Text."""\n', ""), False),
+        (CODE, CODE.replace("2", "3"), True),
+        (CODE, CODE.replace("2", "2.0"), True),
+        (CODE, CODE.replace("2", "None"), True),
+        (CODE, CODE.replace('"b"', '"c"'), True),
+        (CODE, CODE.replace("int", "str"), True),
+        (CODE, CODE.replace(' = 2', ''), True),
+        ("if a:\n    b\nc\n", "if a:\n    b\n    c\n", True),
+    ],
+)  # fmt: skip
+def test_a_record_is_of_code_not_of_comments(tree, before, after, counts):
+    """A sentence in a comment needs no run on a GPU; a number or an indent does."""
+    (tree.sources / "kernel.py").write_text(before)
+    state = gpu_record.digests(tree.sources)
+    (tree.sources / "kernel.py").write_text(after)
+    assert gpu_record.changed_since(state, tree.sources) == ["kernel.py"] * counts
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"runs": []}', '{"runs": [{}], "digests": {}, "tests_digests": {}}', '{"passed": true}']
 )

@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     from cuteforge.rotary import rotary_wrapper as rotary_wrapper
     from cuteforge.tensor_spec import TensorSpec as TensorSpec
 else:
-    # Hidden from type checkers: beside a `__getattr__` they take every name for a public one.
+    # Hidden from type checkers: with a `__getattr__` in sight they accept every name as public.
     def __getattr__(name):
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

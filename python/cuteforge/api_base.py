@@ -25,7 +25,7 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
-# What stands for a tensor where an op is made.
+# What an op is made from: tensors, or specs of them.
 Sample = torch.Tensor | TensorSpec
 
 
@@ -139,10 +139,11 @@ class APIBase:
         return False
 
     def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise ContractError for bad values of the inputs, e.g. offsets out of order. May read device memory: CUTEFORGE_CHECK=1.
+        """Raise ContractError for bad values in the inputs, e.g. offsets out of order. May read device memory, so it
+        runs with CUTEFORGE_CHECK=1 only.
 
         Args:
-            tensors: the inputs by name, whose shapes the table has passed. Indices may be int64, as a wrapper is given them.
+            tensors: the inputs by name; their shapes have been checked. Indices may still be int64.
         """
 
     # Life cycle.
@@ -252,13 +253,14 @@ class APIBase:
         self.signature.bind_pointers(tensors, dims)
 
     def check_given(self, inputs: tuple[Any, ...]) -> None:
-        """Check the contents of the inputs of a wrapper, as they were given: indices may be int64, which kernels do not read. Synchronizes.
+        """Check the contents of a wrapper's inputs before they are converted: indices may still be int64. Synchronizes.
 
         Args:
-            inputs: all operands that are no outputs, in signature order. The op's samples are copies of them.
+            inputs: all operands but the outputs, in signature order. The op's samples are copies of them.
 
         Raises:
-            ContractError, UnsupportedError: as `check_support`; or an index is wrong, by the name of its operand and its place.
+            ContractError, UnsupportedError: as `check_support`.
+            ContractError: an index is wrong; names the operand and the place in it.
         """
         self.check_support()
         names = (row.name for row in self.signature.operands if row.role in ("in", "update"))
@@ -440,7 +442,7 @@ class APIBase:
 
 
 def _pick_written(signature: Signature) -> Callable[[tuple], tuple]:
-    """operands -> those that a launch writes, but for scratch memory. It can be copied and pickled."""
+    """A function from the operands to those a launch writes, scratch memory aside. It can be copied and pickled."""
     places = [i for i, row in enumerate(signature.operands) if row.role in ("out", "update")]
     return itemgetter(slice(places[0], places[0] + 1)) if len(places) == 1 else itemgetter(*places)
 

@@ -1,4 +1,4 @@
-"""Arguments that are no tensors, checked where a call is looked at for the first time. Pure Python: no torch."""
+"""Checks of flags, integers and numbers, done the first time a call is seen. Pure Python: no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from cuteforge.errors import ContractError
 
-# No extent, count or offset of the library is larger.
+# No extent, count or offset in the library is larger.
 MOST = 2**63 - 1
-# The largest finite number of the kernels' arithmetic.
+# The largest finite fp32 number: kernels compute in fp32.
 MOST_FP32 = 3.4028234663852886e38
 _NUMPY_BOOLS = ("bool", "bool_")
 _PLAIN = {int}
-# Kinds of stream without an attribute that tells them, of cuda.bindings.
+# The streams of cuda.bindings: only the name of their type gives them away.
 _STREAMS = ("CUstream", "cudaStream_t")
 _MOST_TEXT = 40
 
 
 def flag(name: str, value: Any, *, or_number: bool = False) -> bool:
-    """`value` as a plain bool: a bool, numpy's too, or one that torch.compile lets vary.
+    """`value` as a plain bool. It may be a bool, a bool of numpy, or one that torch.compile treats as a variable.
 
     Args:
-        or_number: whether 0 and 1 are flags as well. Where streams are taken they are not: 0 and 1 are raw streams.
+        or_number: whether 0 and 1 are accepted too. Not where the call also takes a stream: 0 and 1 are raw streams.
 
     Raises:
         ContractError: anything else, None and tensors included.
@@ -39,10 +39,10 @@ def flag(name: str, value: Any, *, or_number: bool = False) -> bool:
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *, or_none: bool = False) -> Any:
-    """`value` as an int, or None where that is allowed; one that torch.compile lets vary stays as it is.
+    """`value` as an int, or None where that is allowed. A variable of torch.compile is returned unchanged.
 
     Raises:
-        ContractError: no integer, or one out of range. numpy's count as integers, bools and tensors do not.
+        ContractError: not an integer, or out of range. Integers of numpy are accepted, bools and tensors are not.
     """
     if value is None and or_none:
         return None
@@ -58,10 +58,10 @@ def integer(name: str, value: Any, least: int | None = None, most: int = MOST, *
 
 
 def integers(name: str, values: Any, least: int | None = None) -> list[int]:
-    """`values`, a sequence or an array of numpy, as a new list of int.
+    """`values`, a sequence or a numpy array, as a new list of int.
 
     Raises:
-        ContractError: as `integer`, for ``name[i]``; or no sequence, or a tensor, which could be on a GPU.
+        ContractError: as `integer`, for ``name[i]``; or not a sequence; or a tensor, which could be on a GPU.
     """
     if hasattr(values, "requires_grad"):
         raise ContractError(f"{name}: wanted a sequence of int, got {kind_of(values)}; pass {name}.tolist()")
@@ -77,15 +77,15 @@ def integers(name: str, values: Any, least: int | None = None) -> list[int]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number; by comparison, for a number that torch.compile lets vary is no argument of `math.isfinite`."""
+    """Whether `value` is a finite number. Compares: `math.isfinite` refuses the variables of torch.compile."""
     return isinstance(value, numbers.Real) and -math.inf < value < math.inf
 
 
 def finite(name: str, value: Any) -> float:
-    """`value` as a finite number of Python, numpy's are taken; one that torch.compile lets vary stays as it is and is not pinned.
+    """`value` as a finite Python number. numpy's are accepted; a variable of torch.compile is returned unchanged.
 
     Raises:
-        ContractError: anything else; a tensor is none.
+        ContractError: anything else, tensors included.
     """
     if type(value).__name__ in ("float", "SymInt", "SymFloat") and is_finite(value):
         return value
@@ -93,13 +93,15 @@ def finite(name: str, value: Any) -> float:
 
 
 def number(name: str, value: Any, least: float | None = None, most: float = MOST_FP32) -> float:
-    """`value` as a finite float, in fp32 too unless `most` says otherwise; numpy's are taken. A bool is none where there is a `least`.
+    """`value` as a float that is finite in fp32 too, unless `most` says otherwise. numpy's numbers are accepted.
+
+    A bool is refused where there is a `least`.
 
     Raises:
-        ContractError: no such number; a tensor is none.
+        ContractError: anything else, tensors included.
     """
     if type(value) is float and least is None and -most <= value <= most:
-        return value  # 0.3 us less, for a scale that is given at every launch
+        return value  # saves 0.3 us for a scale that is given at every launch
     as_float = math.inf
     if is_finite(value) and (least is None or not isinstance(value, bool)):
         with contextlib.suppress(OverflowError):  # an int may be larger than any float
@@ -111,7 +113,7 @@ def number(name: str, value: Any, least: float | None = None, most: float = MOST
 
 
 def described(value: Any) -> str:
-    """What was got instead of a number or a flag, for the error. Of a stream the text says where it goes."""
+    """What an error says it got instead of a number or a flag. If that is a stream, the text says where streams go."""
     if value is None or isinstance(value, (bool, numbers.Number, str)):
         text = repr(value)
         return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}... ({type(value).__name__})"
@@ -119,7 +121,7 @@ def described(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What was got instead of a tensor, for the error. Of a stream, also a raw one, the text says where it goes."""
+    """What an error says it got instead of a tensor. If it is a stream, raw or not, the text says where streams go."""
     kind = type(value).__name__
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return f"{kind} (a raw stream goes to stream=)"

@@ -146,8 +146,8 @@ class Operand:
         max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
         dense_dims: innermost dims that are contiguous together; pitches are those of the dims before.
         in_place_of: the operand whose very memory an output may be: same address, same strides.
-        role: ``"in"`` is read, ``"out"`` written, ``"update"`` both, ``"scratch"`` is memory to work in. All but the first may overlap neither
-            themselves nor another operand.
+        role: ``"in"`` is read, ``"out"`` written, ``"update"`` both, ``"scratch"`` is memory to work in. All but the
+            first must overlap neither themselves nor another operand.
 
     The last dim must be contiguous: stride 1, or at most one element long.
     """

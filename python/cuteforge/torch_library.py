@@ -135,16 +135,18 @@ def is_traced(tensor: Any) -> bool:
 
 
 def asked_stream(stream: Any, *given: Any) -> AbstractContextManager:
-    """A context for all work of a wrapper: on the stream that it was asked for, on torch's current one for None.
+    """A context for all the work of a wrapper, on the stream that was asked for; None is torch's current one.
 
-    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The tensors that the caller gave
-    belong to other streams, so they are recorded on it: their memory is not handed out again while the stream may still read or write it.
+    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The caller's
+    tensors belong to other streams, so they are recorded on it: torch does not reuse their memory while the stream
+    may still read or write it.
 
     Args:
-        given: all tensors of the call, the first of them known to be one; None or no tensor for others.
+        given: the arguments of the call that may be tensors; the first one is a tensor.
 
     Raises:
-        ContractError: no stream, one of another GPU, or one inside a compiled function, whose launches torch.compile puts in order itself.
+        ContractError: not a stream; a stream of another GPU; or a stream inside a compiled function, where
+            torch.compile orders the launches.
     """
     if stream is None:
         return _NO_CONTEXT
@@ -250,7 +252,7 @@ def _define(schema: str, cuda: Callable, cpu: Callable, fake: Callable) -> None:
 
 
 def _on_one_device(names: Iterable[str], fake: Callable) -> Callable:
-    """`fake` for tensors on one device only: torch calls it as soon as one tensor is on the meta device, wherever the others are."""
+    """`fake`, for tensors on one device only: torch calls it as soon as any tensor is on the meta device."""
 
     def checked(*inputs: Any) -> Any:
         require_one_device({name: x for name, x in zip(names, inputs) if isinstance(x, _Tensor)})

@@ -35,7 +35,8 @@ registry.on_change(known_calls.forget)
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
-    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, backend: registry.Backend | None = None, *,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None,
+    backend: registry.Backend | None = None, *,
     scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.
@@ -61,8 +62,9 @@ def attention(
         sinks: ``(Hq,)`` of a floating dtype, one more logit of each query head, not scaled, that joins the denominators and has no value.
 
     Returns:
-        ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0. Calls that need a gradient are
-        served by a backend that has one. Over a cache it reaches q and the new tokens' k and v; what was stored by earlier calls is constant.
+        ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0.
+        Calls that need a gradient are served by a backend that has one. Over a cache it reaches q and the new tokens'
+        k and v; what earlier calls stored is constant.
 
     Numerics: those of the backend; at least fp32 sums and one rounding of the result.
 
@@ -111,7 +113,7 @@ def _options(window, softcap, sinks) -> dict[str, Any]:
 
 
 def _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> tuple[bool, float | None, int]:
-    """The arguments that no backend takes as anything may come: flag, scale and layer as plain values. 0.6 us.
+    """Check the arguments that every backend reads; returns flag, scale and layer as plain values. 0.6 us.
 
     Raises:
         ContractError: names the argument.
@@ -137,7 +139,7 @@ def _checked_layer(kv_cache: Any, layer_id: Any) -> int:
 
 
 def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options) -> Request:
-    """The facts of a call whose arguments were checked, 1.5 us."""
+    """The facts of a call; its arguments have been checked. 1.5 us."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     followed = (q, k, v, options["sinks"]) if "sinks" in options else (q, k, v)
     return Request(

@@ -57,7 +57,8 @@ class Request(NamedTuple):
 
 def compress(
     kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int = 2,
-    cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None, backend: registry.ATTN_BACKEND | str | None = None,
+    cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None,
+    backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Gated pooling of a packed token stream, by the kernels on a GPU that runs them and in eager torch elsewhere.
 
@@ -107,7 +108,7 @@ def explain_compress(
 
 
 def _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp) -> tuple[int, int, int | None]:
-    """What both backends need of the arguments, before anything is computed from them. Returns ratio, coff and total_comp.
+    """Check what both backends need, before anything is computed from it. Returns ratio, coff and total_comp.
 
     Raises:
         ContractError: names the argument.

@@ -20,7 +20,7 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 class _Graph(NamedTuple):
-    """A captured step of one size: `results` are its outputs, and `stores_all` says that it stores the new tokens in every layer."""
+    """A captured step of one size, with its outputs. `stores_all`: it stores the new tokens in every layer."""
 
     graph: torch.cuda.CUDAGraph
     results: Any
@@ -44,12 +44,13 @@ class DecodeGraph:
     A graph is captured when its size is first needed, or ahead by `capture`. That calls `step` three times on padding rows only: lengths of 0,
     inputs of 0, stores to the scratch page; no request is touched. Padding rows of a call have the same, and a model whose rows mix sees them. As
     libraries may choose another algorithm for another batch size, a padded call may differ from one without padding by rounding.
-    `step` runs without gradients. Where it raises, the bind is undone (`KVCache.rollback`), and the object works on.
+    `step` runs without gradients. If it raises, the bind is undone (`KVCache.rollback`) and the object stays usable.
 
     Results are views of memory that the next call of the same size overwrites.
 
     Raises:
-        ContractError: an argument of another type; batch_sizes that are empty, or above max_requests; graphs of a cache that is not on a GPU.
+        ContractError: an argument has the wrong type; batch_sizes is empty or goes above max_requests; graphs are
+            asked for and the cache is not on a GPU.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class DecodeGraph:
         return _Graph(graph, results, self._cache.is_stored)
 
     def _buffers(self, count: int | None, inputs: _Tensors) -> _Tensors:
-        """The static inputs, which `inputs` must fit; before the first call that succeeds, new ones that do."""
+        """The static inputs, checked against `inputs`. Before the first call that succeeds: new ones, made to fit."""
         for i, x in enumerate(inputs):
             self._check_input(f"inputs[{i}]", x, count)
         if self._inputs is None:
@@ -201,7 +202,7 @@ def _powers_of_two(largest: int) -> list[int]:
 
 
 def _fill(buffers: _Tensors, inputs: _Tensors, count: int, size: int) -> None:
-    """`inputs` in the first `count` rows, 0 in those up to `size`. An input that requires grad leaves no graph in a buffer."""
+    """Write `inputs` to the first `count` rows of the buffers, and 0 from there to `size`. Leaves no autograd graph."""
     with torch.no_grad():
         for i, buffer in enumerate(buffers):
             if count:

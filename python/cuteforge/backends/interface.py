@@ -123,7 +123,7 @@ def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:
 
 
 def mark_stored(kv_cache: Any, layer_id: int) -> None:
-    """Tell a cache that a kernel has stored the batch's tokens in a layer. A cache that is no `KVCache` need not want to know."""
+    """Tell a cache that a kernel has stored the batch's tokens in a layer. Other classes need no `mark_stored`."""
     mark = getattr(kv_cache, "mark_stored", None)
     if mark is not None:
         mark(layer_id)
@@ -175,7 +175,7 @@ def check_operands(q: Any, k: Any, v: Any, kv_cache: Any) -> None:
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """Refuse what is no tensor, and tensors that are sparse, nested or quantized.
+    """Refuse anything but a tensor, and tensors that are sparse, nested or quantized.
 
     Raises:
         ContractError: names the argument.

@@ -56,9 +56,9 @@ class Batch:
 class KVCache:
     """A paged cache of keys and values for all layers of a model.
 
-    A step of a model has three parts. `bind_prefill` or `bind_decode` says what new tokens come and reserves their pages. Then each layer stores
-    their keys and values (`append`) and attends, reading `batch`. Binding already counts the new tokens, so store them before you bind again.
-    Where a step fails half-way, `rollback` undoes its bind.
+    A step of a model has three parts. `bind_prefill` or `bind_decode` says which new tokens come and reserves their
+    pages. Each layer then stores their keys and values (`append`) and attends, reading `batch`. Binding already counts
+    the new tokens, so store them before you bind again. If a step fails half-way, `rollback` undoes its bind.
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
@@ -87,8 +87,9 @@ class KVCache:
     dtype: torch.dtype
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, *, num_pages: int, page_size: int = 16, max_requests: int = 256,
-        max_seqlen: int, v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *,
+        num_pages: int, page_size: int = 16, max_requests: int = 256, max_seqlen: int, v_head_dim: int | None = None,
+        dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> None:  # fmt: skip
         heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
@@ -178,11 +179,11 @@ class KVCache:
         """A new request without tokens, or with those of its prompt that the cache already has.
 
         Args:
-            tokens: ids of the prompt. Whole pages of another request that hold exactly its start are shared, reference counted, and need not be
-                computed again: `cached_tokens`. They can be shared once a step has stored them in every layer, and while a request holds them. A
-                page that the step only filled up, as an earlier one had begun it, can be shared from the next bind on. Shared pages are never
-                written, as only full ones are shared, so there is nothing to copy on a write. The last token of the prompt is never taken as
-                stored: a model has to compute at least that one.
+            tokens: ids of the prompt. If another request's whole pages hold exactly its start, both share them, and
+                need not compute them again: `cached_tokens`. A page can be shared once a step has stored it in every
+                layer, for as long as some request holds it. If an earlier step began the page and this one filled it,
+                that is from the next bind on. Only full pages are shared, and they are never written again, so nothing
+                is copied on a write. The last token of the prompt is never shared: a model has to compute at least one.
 
         Returns:
             The request's number, never used again after `free`.
@@ -277,7 +278,7 @@ class KVCache:
         self._begin(self._bound, [1] * len(self._bound), self._advance)
 
     def _advance(self, entries: list[TableEntry]) -> None:
-        """Make the batch say that each of its requests has one more token, for which `entries` were added to the table."""
+        """Count one more token for each request of the batch. `entries` are the pages that the table got for them."""
         count = len(self._bound)
         for counter in (self._seqlens, self._positions, self._slots):
             counter[:count].add_(1)
@@ -289,21 +290,24 @@ class KVCache:
     def rollback(self) -> None:
         """Undo the last bind: its requests have the tokens and pages that they had before, and nothing is bound.
 
-        For steps that fail half-way: call it where you handle the error, then bind again. It does nothing where there is nothing to undo: before the
-        first bind, after a rollback, and where a bind was refused after a step that is stored in every layer (`keep_stored`).
-        Requests that were freed since then stay freed. No device work.
+        For steps that fail half-way: call it where you handle the error, then bind again. It does nothing if there is
+        nothing to undo: before the first bind, after a rollback, and when a bind was refused after a step that every
+        layer has stored (`keep_stored`). Requests that were freed meanwhile stay freed. No device work.
         """
         if self._allocator.rollback():
             self._unbind()
 
     def keep_stored(self) -> None:
-        """Take the last step as done if every layer has its tokens: from here on `rollback` leaves it alone. Every bind begins so, also one that is
-        refused: whoever asks for the next step has no complaint about the last one."""
+        """If every layer has stored the last step, keep it: `rollback` no longer undoes it.
+
+        Every bind does this first, even one that is then refused: who asks for the next step has accepted the last.
+        """
         if self._allocator.is_stored:
             self._allocator.is_final = True
 
     def mark_stored(self, layer: int | None = None) -> None:
-        """Say that a layer has the new tokens, where something other than `append` stored them: a kernel that takes ``new_k`` and ``new_v``, a graph.
+        """Say that a layer has the new tokens, if something other than `append` stored them: a graph, or a kernel that
+        takes ``new_k`` and ``new_v``.
 
         The pages of a step are never shared while a layer is not marked.
 
@@ -369,7 +373,7 @@ class KVCache:
         return bound
 
     def _begin(self, requests: list[Request], counts: list[int], write: Callable[[list[TableEntry]], None]) -> None:
-        """Reserve ``counts[i]`` new tokens of each request and let `write` say so in the batch; all of it or nothing."""
+        """Reserve ``counts[i]`` new tokens for each request, and let `write` update the batch: all of it or nothing."""
         # What a capture records would be copied again, from memory that is no longer there, at each replay.
         if is_capturing():
             raise RuntimeError("a cache is bound before a capture and before each replay, not under capture")

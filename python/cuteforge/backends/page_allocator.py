@@ -2,8 +2,8 @@
 
 Every call either does all of what it says or raises and changes nothing.
 
-A step is one `reserve` and the stores that follow it. The allocator knows one step at a time: `finish_step` says that it is stored, `rollback`
-undoes it, and the next `reserve` ends it.
+A step is one `reserve` and the stores that follow it. The allocator knows one step at a time: `finish_step` says that
+it is stored, `rollback` undoes it, and the next `reserve` ends it.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class PageAllocator:
         self._next_id = 0
         # The step: its requests and how many tokens it brings to each.
         self._step: tuple[Sequence[Request], Sequence[int]] = ((), ())
-        # Those of its requests whose prompts have pages that nobody can find yet, and how many tokens they had before it.
+        # Requests of the step with prompt pages that others cannot find yet, and their numbers of tokens before it.
         self._unpublished: dict[Request, int] = {}
         self.is_stored = True
-        # Nothing undoes the step any more.
+        # The step can no longer be undone.
         self.is_final = True
 
     @property
@@ -151,7 +151,7 @@ class PageAllocator:
         self._release(gone.pages)
 
     def reserve(self, requests: Sequence[Request], counts: Sequence[int]) -> list[TableEntry]:
-        """Begin a step: pages for ``counts[i]`` more tokens of ``requests[i]``. The step before ends, and can no longer be rolled back.
+        """Begin a step: pages for ``counts[i]`` more tokens of ``requests[i]``. The last step can no longer be undone.
 
         Returns:
             What the page table does not have yet.
@@ -176,9 +176,10 @@ class PageAllocator:
         return entries
 
     def finish_step(self) -> None:
-        """The tokens of the step are stored in every layer: others may share their pages.
+        """Say that every layer has stored the tokens of the step: other requests may now share their pages.
 
-        A page that the step only filled up is not shared before the next step: a rollback would hand it back half full, to be written again.
+        A page that an earlier step began is shared from the next step on: a rollback would leave it half full, to be
+        written again.
         """
         self.is_stored = True
         for request, num_before in self._unpublished.items():
@@ -186,7 +187,7 @@ class PageAllocator:
                 self._publish(request)
 
     def rollback(self) -> bool:
-        """Undo the step: its requests have the tokens and pages that they had before. False where there is nothing to undo."""
+        """Put the requests of the step back to their tokens and pages before it. False if there is nothing to undo."""
         if self.is_final:
             return False
         for request, count in zip(*self._step):
@@ -200,12 +201,12 @@ class PageAllocator:
             if self.is_stored:
                 self._publish(request)
             else:
-                # It has a hole here: what follows in its prompt is never shared.
+                # The pages have a gap here, so what follows in the prompt is never shared.
                 del request.chunks[request.num_published :]
         self._unpublished = {}
 
     def _shorten(self, request: Request, num_tokens: int) -> None:
-        """Take back the pages past the first `num_tokens` of `request`, which must not cut a page that others can find."""
+        """Take back the pages of `request` past its first `num_tokens`. Must not cut a page that others can find."""
         request.num_tokens = num_tokens
         # Nobody knows how far the table was written: all of it is written again.
         request.num_listed = 0
@@ -219,7 +220,7 @@ class PageAllocator:
         del request.pages[kept:]
 
     def _release(self, pages: list[int]) -> None:
-        """One holder less of `pages`, the last ones of a request."""
+        """Drop a request's hold on `pages`, its last ones; a page that nobody holds becomes free."""
         for page in reversed(pages):
             self._references[page] -= 1
             if not self._references[page]:

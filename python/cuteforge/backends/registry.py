@@ -28,7 +28,7 @@ class ATTN_BACKEND(enum.Enum):
     TORCH_NATIVE = TorchNativeBackend.name
 
 
-# How one is asked for.
+# The ways to ask for a backend.
 Backend = ATTN_BACKEND | str | AttentionBackend | type[AttentionBackend]
 
 # Largest priority first. Replaced, never changed, so that readers need no lock.

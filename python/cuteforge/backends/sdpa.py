@@ -27,7 +27,8 @@ def attend(
         is_causal: query i sees key j iff ``j <= i + S - L``.
         scale: None is ``D**-0.5``; any finite number.
         softcap, sinks: as of `attention`; with either all scores are held at once.
-        by_scores: hold all scores at once in any case: torch's fused kernels have no forward-mode derivative and no second one.
+        by_scores: hold all scores at once in any case. torch's fused kernels have no forward-mode derivative and no
+            second derivative.
     """
     if autocasts(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -45,7 +46,7 @@ def attend(
 
 
 def _are_equal(length: int, num_keys: int) -> bool:
-    """Whether two sizes are the same. Of sizes that vary in a traced graph: whether they are at every call, so that one graph serves all."""
+    """Whether two sizes are equal. If they vary in a traced graph: whether they are equal at every call of it."""
     if not is_compiling():
         return length == num_keys
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -70,7 +71,7 @@ def _attend_fused(
         return _with_nan_rows(out, q, k, is_square) if q.device.type == "cpu" else out
     # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is dropped.
     is_empty = ~keep.any(-1, keepdim=True)
-    # Its query counts for nothing either: a NaN in it would reach the gradients of all keys.
+    # Its query must not count either: a NaN in it would reach the gradients of all keys.
     by_head[0] = by_head[0].masked_fill(is_empty, 0)
     out = scaled_dot_product_attention(*by_head, attn_mask=keep | is_empty, **options)
     return out.masked_fill(is_empty, 0).transpose(1, 2)
@@ -134,7 +135,7 @@ def _cut(keep, is_causal: bool, length: int, num_keys: int, device) -> torch.Ten
 
 
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
-    """The same scores with a scale above 0: some kernels take the maximum of a row before they scale, and mask before that."""
+    """`q` and a scale above 0 that give the same scores: some kernels take a row's maximum before they scale."""
     if scale is None or scale >= _LEAST_SCALE:
         return q, scale
     if scale <= -_LEAST_SCALE:

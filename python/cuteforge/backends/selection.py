@@ -181,5 +181,5 @@ def dtype_named(text: str) -> torch.dtype:
 
 
 def constants(*sizes: int) -> tuple[int, ...]:
-    """Sizes, which torch.compile may let vary, as constants of the graph that it traces, in every torch that is supported."""
+    """Sizes as constants of the graph that torch.compile traces, even if it treats them as variables."""
     return tuple([index(size) for size in sizes])

@@ -19,9 +19,9 @@ _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 class TorchNativeBackend(AttentionBackend):
     """scaled_dot_product_attention: any floating dtype and head dim, differentiable.
 
-    Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads from the device; under
-    CUDA graph capture, where that cannot be read, to the width of the page table. Gradients reach q and the new tokens' k and v; what the cache
-    holds from earlier calls is constant.
+    Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads
+    from the device. Under CUDA graph capture that cannot be read, so it pads to the width of the page table. Gradients
+    reach q and the new tokens' k and v; what earlier calls stored is constant.
     """
 
     name = "torch_native"
@@ -87,7 +87,7 @@ def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softca
 
 
 def _with_graph(stored: torch.Tensor, new: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """``stored (B, S, H, D)``, which holds the values of ``new (T, H, D)`` already, with the graph of `new` where autograd follows it."""
+    """``stored (B, S, H, D)``, which has the values of ``new (T, H, D)``; autograd follows it back to `new`."""
     if not (torch.is_grad_enabled() and new.requires_grad):
         return stored
     # A padding row has a token, but no key: it writes back what is there.
@@ -99,7 +99,7 @@ def _with_graph(stored: torch.Tensor, new: torch.Tensor, request: torch.Tensor, 
 def _padded_length(lens: torch.Tensor, most: int) -> int:
     if not lens.numel() or (lens.is_cuda and is_capturing()):
         return most if lens.numel() else 0
-    # Of requests without a token too there is a key to mask, so that the result has the graph of k and v.
+    # At least one key, masked if need be: so the result depends on k and v, and autograd finds them.
     return min(max(int(lens.max()), 1), most)
 
 

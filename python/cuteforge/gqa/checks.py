@@ -103,7 +103,7 @@ class ShapeCheck:
 def check_contents(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:
     """Read offsets, lengths and page numbers, and refuse what points outside the operands. Synchronizes.
 
-    Of int64 tensors also what int32, which the kernels read, does not hold: a page of 2**32 + 1 would be taken for page 1.
+    Kernels read int32, so int64 values outside its range are refused too: page 2**32 + 1 would be read as page 1.
 
     Args:
         left: keys before its own that a query sees, None for all: pages that no query sees may have been given away.

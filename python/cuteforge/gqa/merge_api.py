@@ -90,12 +90,14 @@ def merge_state(
     Args:
         o_a, o_b: ``(B, L, H, D)`` or ``(T, H, D)``.
         lse_a, lse_b: ``(B, H, L)`` or ``(H, T)`` fp32.
-        stream: where allocation, copies and launch happen; None is torch's current stream of o_a's device, and the only choice under torch.compile.
+        stream: where allocation, copies and launch happen. None is torch's current stream on o_a's device, and the only
+            choice under torch.compile.
 
     Returns:
         ``TupleDict(out, lse)``, shapes and dtypes of o_a and lse_a.
 
-    An input whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another implementation.
+    If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
+    falls back to another implementation.
 
     Raises:
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
@@ -113,7 +115,7 @@ def merge_state(
 
 
 def run_merge(inputs: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), launched on CUDA tensors that nothing follows."""
+    """(out, lse), launched on CUDA tensors that neither autograd nor torch.compile tracks."""
     o_a = inputs[0]
     results = new_merged(o_a)
     key = ("merge_state", o_a.dtype, o_a.dim(), o_a.shape[-1], o_a.get_device())

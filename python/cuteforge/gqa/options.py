@@ -99,7 +99,7 @@ def checked_scale(value: Any, is_traced: bool = False) -> float | None:
 
 
 def checked_splits(value: Any) -> int | None:
-    """`value` as an int, or None. More than there are keys are as good as any.
+    """`value` as an int, or None. There is no upper limit: more splits than keys do no harm.
 
     Raises:
         ContractError: no int of 1 or more.

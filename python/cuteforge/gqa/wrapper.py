@@ -206,7 +206,7 @@ def _attend(
 
 
 def _checked_options(options: tuple) -> dict[str, Any]:
-    """By name, one form of each: they are part of a key."""
+    """The options by name, equal ones in the same form: they become part of a key."""
     causal, window, softcap, *splits = options
     config = {"causal": flag("causal", causal), "window": checked_window(window), "softcap": checked_softcap(softcap)}
     return {**config, "num_splits": checked_splits(splits[0])} if splits else config
@@ -235,7 +235,7 @@ def run_attention(
     config: Mapping[str, Any],
     known_as: Hashable = None,
 ) -> tuple:
-    """(out, lse or None), launched on CUDA tensors that nothing follows.
+    """(out, lse or None), launched on CUDA tensors that neither autograd nor torch.compile tracks.
 
     Args:
         known_as: the key under which the call is to be kept, of `known_calls`.
@@ -343,7 +343,7 @@ def new_results(given: Tensors, with_lse: bool) -> tuple:
 
 
 def _readable(inputs: tuple, op: type, names: tuple[str, ...], *_: Any) -> tuple:
-    """`readable` each, but for pools that are written."""
+    """The inputs, `readable`. Pools that are written are left as they are: a copy would lose the writes."""
     written = POOLS if "new_k" in names else ()
     return tuple(x if name in written else readable(x) for name, x in zip(names, inputs))
 

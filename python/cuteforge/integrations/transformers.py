@@ -71,7 +71,8 @@ def attention_forward(
         ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
 
     Raises:
-        UnsupportedError: dropout, a mask that is no bool, or an option that asks for more than a softmax over kept scores.
+        UnsupportedError: dropout, a mask that is not bool, or an option that asks for more than a softmax over kept
+            scores.
     """
     _check_call(module, attention_mask, dropout, key.shape[2], options)
     if attention_mask is not None:

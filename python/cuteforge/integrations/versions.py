@@ -11,7 +11,9 @@ TRANSFORMERS = (5, 24)
 
 
 def require_transformers(version: str) -> None:
-    """Raise UnsupportedError for a version of transformers that lacks what the adapter needs; a development version counts as its release."""
+    """Raise UnsupportedError if this version of transformers lacks what the adapter needs. Development versions count
+    as their release.
+    """
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < TRANSFORMERS:
         wanted = ".".join(map(str, TRANSFORMERS))

@@ -120,8 +120,10 @@ class RotaryEmbedding(APIBase):
             check_positions(tensors["positions"], tensors["cos"].shape[0])
 
     def execute(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor, positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None, inverse: bool = False, stream: Stream | None = None,
+        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
+        positions: torch.Tensor | None = None, *,
+        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
+        inverse: bool = False, stream: Stream | None = None,
     ) -> None:  # fmt: skip
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
@@ -135,8 +137,10 @@ class RotaryEmbedding(APIBase):
         self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor, positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None, inverse: bool = False, stream: Stream | None = None,
+        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
+        positions: torch.Tensor | None = None, *,
+        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
+        inverse: bool = False, stream: Stream | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`."""
         return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))

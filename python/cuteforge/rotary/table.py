@@ -21,7 +21,7 @@ from cuteforge.torch_library import usable_device
 _DEFAULT_BASE = 10000.0
 # Elements of cos worked on at once: 32 MiB for each fp64 intermediate, whatever the length of the table.
 _CHUNK_ELEMENTS = 1 << 22
-# What no table has: positions are int32, or int64 for no other reason than that torch makes them so.
+# Limits that no real table reaches: positions fit int32, even where torch makes them int64.
 _MOST_POSITIONS, _MOST_COLUMNS = 2**31 - 1, 2**16
 
 
@@ -300,7 +300,7 @@ def _refuse_layers(scaling: Mapping) -> None:
 
 
 def _make(kind: str, options: dict[str, Any]) -> Scaling | None:
-    """The object that a kind and its options mean."""
+    """The `Scaling` of a kind, made from its options."""
     wanted = {field.name: field.default is MISSING for field in fields(_KINDS[kind])} if kind in _KINDS else {}
     for key in options:
         if key not in wanted:
@@ -333,7 +333,10 @@ def _ramp(value: float, low: float, high: float) -> float:
 
 
 def _check_numbers(scaling: Scaling, **at_least: float) -> None:
-    """Refuse a field that is no finite number of at least so much, integers where the limit is an int; others become Python's own numbers."""
+    """Refuse fields below their limits and fields that are not finite numbers; the rest become plain Python numbers.
+
+    A field whose limit is an int has to be an integer.
+    """
     for name, limit in at_least.items():
         checked = integer if isinstance(limit, int) else _number
         object.__setattr__(scaling, name, checked(f"scaling.{name}", getattr(scaling, name), limit))

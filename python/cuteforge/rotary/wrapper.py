@@ -106,7 +106,7 @@ def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 def run_rotary(
     sources: Heads, targets: Heads, angles: Angles, interleaved: bool, inverse: bool
 ) -> RotaryEmbedding | None:
-    """Launch on CUDA tensors that nothing follows. Returns as `run_op`."""
+    """Launch on CUDA tensors that neither autograd nor torch.compile tracks. Returns as `run_op`."""
     x, table = sources[0], angles[0]
     shape = x.shape
     half, index_dtype = (table.shape[-1], angles[2].dtype) if len(angles) > 1 else (table.shape[-2], None)

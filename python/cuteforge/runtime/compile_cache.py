@@ -190,7 +190,7 @@ class _MemoryCache:
 
 
 _cache = _MemoryCache()
-# Entries by sha256 of the file they came from, and symbol, for the life of the process.
+# Loaded entries, by the sha256 of their file and their symbol. They stay loaded as long as the process lives.
 _loaded: dict[tuple[str, str], Callable[..., None]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_cache.reset_locks)
@@ -319,7 +319,7 @@ def _load_content(name: str, content: bytes, symbol: str) -> Callable[..., None]
 
 
 def _compile(key: KernelKey, disk: LayeredCache | None) -> tuple[str, dict[str, bytes]]:
-    """Compile `key`; returns the name of its entry and the files, name -> bytes: the object, and linked where possible."""
+    """Compile `key`. Returns its entry's name and files, name -> bytes: the object, and what was linked from it."""
     started = time.perf_counter()
     symbol, obj = _compile_object(key)
     shared = _link(obj, disk)

@@ -191,7 +191,7 @@ class DiskCache:
     def store(
         self, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes], *, replace: bool = False
     ) -> Entry | None:
-        """Write `contents`, file name -> bytes, as the entry of `key`; a sound one already there stays without `replace`.
+        """Write `contents`, file name -> bytes, as the entry of `key`. A sound entry stays unless `replace`.
 
         None, after one warning, where that fails; `problem` then says why.
         """
@@ -282,7 +282,7 @@ class DiskCache:
         raise FileExistsError(f"{target} is being replaced by others all the time")
 
     def _discard(self, path: Path) -> bool:
-        """Remove an entry as a whole: renamed first, so that nobody meets half of it. False if it is still there."""
+        """Remove an entry as a whole: it is renamed first, so nobody sees half of it. False if it is still there."""
         try:
             # `work_directory` removes what was moved into it.
             with scratch.work_directory(self.root) as retired:
@@ -319,9 +319,10 @@ class DiskCache:
             return None
 
     def _prune(self, keep: Path) -> None:
-        """Remove the entries used longest ago beyond CUTEFORGE_DISK_CACHE_SIZE, and what killed processes left aside.
+        """Shrink the cache to CUTEFORGE_DISK_CACHE_SIZE, and remove what killed processes left.
 
-        Looks at file sizes and times only: full, the cache holds some 20 000 entries. `keep` stays in any case.
+        The least recently used entries go first; `keep` stays in any case. A full cache has some 20 000 entries, so this
+        looks at file sizes and times only.
         """
         sizes = {path: _size_bytes(path) for path in self.paths()}
         excess = sum(sizes.values()) - self.max_bytes
@@ -367,7 +368,7 @@ class LayeredCache:
     def store(
         self, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes], *, replace: bool = False
     ) -> str | None:
-        """`DiskCache.store` where new kernels go; says why the named directory does not hold the entry now, if it does not."""
+        """`DiskCache.store` where new kernels go. If the named directory does not hold the entry now, says why."""
         if self.named.root is None or self.named.is_writable:
             return None if self.named.store(key, symbol, contents, replace=replace) else self.named.problem
         if self.own.is_writable:

@@ -1,7 +1,7 @@
 """Every environment variable of the library: one table, read at each use.
 
-A value that makes no sense is refused by the call that reads it, with a ContractError that names the variable. Importing
-never fails: CUTEFORGE_LOG, the only one read then, is ignored with a warning.
+The call that reads a bad value refuses it, with a ContractError that names the variable. Importing never fails: it
+reads only CUTEFORGE_LOG, and a bad value there is ignored with a warning.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from cuteforge.runtime.compile_cache import Kernel
 
 try:
     from torch._C import _increment_version as count_writes
-except ImportError:  # what it is called by, for 0.3 us more
+except ImportError:  # the public one calls it, and takes 0.3 us more
     from torch.autograd.graph import increment_version as count_writes
 
 # cudaErrorNoKernelImageForDevice in the texts of the run time and the driver.

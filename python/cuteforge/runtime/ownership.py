@@ -66,7 +66,7 @@ def _check_ancestors(path: Path) -> None:
 
 @functools.cache
 def _unmapped_uid() -> int | None:
-    """The owner that a user namespace shows for everybody it does not know, so for the host's root; None outside one."""
+    """The uid that a user namespace shows for users it does not know, the host's root among them; None outside one."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -107,7 +107,7 @@ def read_file(name: str, directory: int) -> bytes:
         UntrustedError: another user can write it.
         OSError: it is not there, or no regular file.
     """
-    # Without O_NONBLOCK a named pipe in its place would make this wait for a writer.
+    # If the file is a named pipe, opening it without O_NONBLOCK would wait for a writer.
     handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

@@ -19,10 +19,10 @@ except ImportError:  # Not on Windows.
     fcntl = None
 
 PREFIX = ".new-"
-"""Of what is written aside in a cache directory, before it is renamed into place or removed."""
+"""Names of what is written in a cache directory before it is renamed into place, or removed, begin so."""
 
 LEFTOVER_AGE_S = 3600
-"""What is as old as that was left by a process that was killed: a compile takes seconds."""
+"""Anything older was left by a killed process: a compile takes seconds."""
 
 _TEMPORARY_PREFIX = "cuteforge-"
 _TEMPORARY_NAME = re.compile(_TEMPORARY_PREFIX + r"[a-z0-9_]{8}")

@@ -215,7 +215,7 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path, mo
 
 
 def test_a_compiler_that_is_installed_but_does_not_import_is_refused_with_the_remedy(root):
-    """As after `pip install --target`, where no path file is read."""
+    """As after `pip install --target`: Python reads no .pth file in that folder."""
     out = process.run(NO_PATH_FILE)
     assert "cutlass: the compiler does not import: No module named 'cutlass'" in out
     assert "nvidia_cutlass_dsl_packages.pth was not read" in out

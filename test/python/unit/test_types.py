@@ -37,7 +37,8 @@ NEIGHBOURS = {
     "Verdict": "cuteforge.backends.selection",
     "register": "cuteforge.integrations.transformers",
 }
-# Where any value is right: the arguments of another function, the results of the caller's, what only the library passes on.
+# Public signatures that may say Any: they take another function's arguments, return the caller's results, or are called
+# by the library only.
 ANY = {
     "APIBase.__call__.named",
     "APIBase.check_call.operands",

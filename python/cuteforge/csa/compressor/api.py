@@ -300,7 +300,7 @@ class CSACompressorBackward(_Compressor):
 
 
 def check_window(ratio: Any, coff: Any) -> tuple[int, int]:
-    """Both as ints.
+    """`ratio` and `coff` as ints.
 
     Raises:
         ContractError: no ints, or no window.
@@ -342,7 +342,7 @@ def _too_few_tokens(num_rows: int, num_tokens: int, ratio: int) -> str:
 
 
 def _check_no_workspace(workspace: Any) -> None:
-    """A tensor that nothing needs does no harm; what is none was meant for something else."""
+    """A tensor that is not needed does no harm; anything else must be a mistake."""
     if workspace is not None and not isinstance(workspace, torch.Tensor):
         raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
 

@@ -121,7 +121,7 @@ def new_gradients(kv: torch.Tensor, ratio: int) -> Gradients:
 
 
 def run_forward(inputs: tuple, total_comp: int, ratio: int, coff: int, known_as: tuple | None = None) -> torch.Tensor:
-    """The forward wrapper on CUDA tensors that nothing follows.
+    """The forward wrapper on CUDA tensors that neither autograd nor torch.compile tracks.
 
     Args:
         known_as: the key under which the call is to be kept, of `known_calls`.

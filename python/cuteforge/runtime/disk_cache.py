@@ -321,8 +321,8 @@ class DiskCache:
     def _prune(self, keep: Path) -> None:
         """Shrink the cache to CUTEFORGE_DISK_CACHE_SIZE, and remove what killed processes left.
 
-        The least recently used entries go first; `keep` stays in any case. A full cache has some 20 000 entries, so this
-        looks at file sizes and times only.
+        The least recently used entries go first; `keep` stays in any case. A full cache has some 20 000 entries, so
+        this looks at file sizes and times only.
         """
         sizes = {path: _size_bytes(path) for path in self.paths()}
         excess = sum(sizes.values()) - self.max_bytes

@@ -232,7 +232,7 @@ def error_and_budget(operands: tuple, causal: bool, got) -> tuple[float, float]:
     """Largest error, and 2 x (the error of eager code in the dtype of q + one ulp of the largest value)."""
     import torch
 
-    from cuteforge.gqa import reference
+    from cuteforge.families.attention import reference
 
     attend = functools.partial(reference.attend, *operands, causal=causal)
     exact, _ = attend(compute_dtype=torch.float64, out_dtype=torch.float64)

@@ -227,7 +227,7 @@ class Oracle:
                 raise AssertionError(f"{who}, {where}: {name} is off by {error:.3g}, allowed {self.budgets[name]:.3g}")
 
     def _eager(self, compute_dtype, result_dtype) -> dict:
-        from cuteforge.csa.compressor import reference
+        from cuteforge.families.csa.compressor import reference
 
         problem, config = self.problem, {**self.problem.config, "compute_dtype": compute_dtype}
         if self.direction == "fwd":

@@ -88,7 +88,7 @@ class Paged(Problem):
         self._starts = None if q_lens is None else self.cu_seqlens_q.tolist()
 
     def request(self, b: int):
-        from cuteforge.gqa import reference
+        from cuteforge.families.attention import reference
 
         row, length = self.page_table[b : b + 1], self.seqlens_k[b : b + 1]
         return (self.rows(self.inputs[0], b), *(reference.gather_pages(c, row, length)[0] for c in self.caches))

@@ -143,7 +143,7 @@ class Problem:
         """Largest error, and 2 x (fp32 eager's error + one ulp of the largest value)."""
         import torch
 
-        from cuteforge.rotary import reference
+        from cuteforge.families.rotary import reference
 
         table, positions = (self.cos, self.sin), self.positions[tokens]
         rotate = functools.partial(reference.rotate, values, table, positions, interleaved=self.shape.interleaved)

@@ -54,14 +54,19 @@ def with_tile(problem: Dense, text: str, clusters: bool, arch: str | None) -> Ca
     Raises:
         ValueError: this GPU does not hold the tile.
     """
-    from cuteforge.gqa.config import Tile, why_not
+    from cuteforge.families.attention.forward.config import Tile
+    from cuteforge.families.attention.forward_sm90a.config import WARPGROUP, WarpgroupTile, WarpgroupTraits
+    from cuteforge.families.attention.work.traits import why_not
     from cuteforge.runtime.arch import resolve_arch
 
     numbers = [int(field) for field in text.split(",")]
     tile = Tile(*numbers[:6], queries_in_smem=numbers[6:] == [1])
 
     def change(traits):
-        traits = replace(traits, tile=tile, cluster=traits.cluster if clusters else 0)
+        if isinstance(traits, WarpgroupTraits):
+            traits = replace(traits, tile=WarpgroupTile(tile.row_warps // WARPGROUP, tile.tile_n, tile.num_stages))
+        else:
+            traits = replace(traits, tile=tile, cluster=traits.cluster if clusters else 0)
         if refusal := why_not(traits, resolve_arch(arch, 0)):
             raise ValueError(refusal)
         return traits

@@ -16,13 +16,14 @@ import harness
 import peers
 
 BUILDERS = {
-    direction: f"cuteforge.csa.compressor.{name}:build" for direction, name in (("fwd", "forward"), ("bwd", "backward"))
+    direction: f"cuteforge.families.csa.compressor.{name}:build"
+    for direction, name in (("fwd", "forward"), ("bwd", "backward"))
 }
 
 
 def parse_tile(text: str, split_window: bool):
     """`8,2,3,2` as a Tile."""
-    from cuteforge.csa.compressor.config import Tile
+    from cuteforge.families.csa.compressor.config import Tile
 
     return Tile(*(int(field) for field in text.split(",")), split_window=split_window)
 
@@ -33,7 +34,7 @@ class Candidate:
     def __init__(self, problem: bench_csa.Problem, direction: str, traits, arch) -> None:
         import torch
 
-        from cuteforge.csa.compressor.config import max_ctas, workspace_bytes
+        from cuteforge.families.csa.compressor.config import max_ctas, workspace_bytes
         from cuteforge.runtime.compile_cache import KernelKey, load_kernel
 
         self.entry = load_kernel(KernelKey(BUILDERS[direction], traits, arch.name)).entry
@@ -54,7 +55,7 @@ class Candidate:
 
 def candidates(problem: bench_csa.Problem, direction: str, tiles: list[str]) -> dict[str, Candidate]:
     """The chosen tile first, then those of `tiles` that fit this GPU."""
-    from cuteforge.csa.compressor import config
+    from cuteforge.families.csa.compressor import config
     from cuteforge.runtime.arch import resolve_arch
 
     arch, shape = resolve_arch(None, 0), problem.shape

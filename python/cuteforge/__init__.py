@@ -11,45 +11,45 @@ __version__ = "0.2.0"
 # The floor of pyproject.toml. Older releases lack what torch.compile needs to trace the policy functions.
 _TORCH_FLOOR = (2, 11)
 # Modules that know no torch.
-_WITHOUT_TORCH = ("cuteforge.errors", "cuteforge.tensor_spec")
+_WITHOUT_TORCH = ("cuteforge.errors", "cuteforge.op.signature")
 
 # The public names, for the run time. Type checkers read the same names from the imports below.
 _MODULE_OF = {
     "ContractError": "cuteforge.errors",
     "UnsupportedError": "cuteforge.errors",
-    "TensorSpec": "cuteforge.tensor_spec",
-    "TupleDict": "cuteforge.api_base",
-    "GQADecode": "cuteforge.gqa",
-    "GQAPrefill": "cuteforge.gqa",
-    "MergeState": "cuteforge.gqa",
-    "PagedGQADecode": "cuteforge.gqa",
-    "PagedGQAPrefill": "cuteforge.gqa",
-    "attn_decode": "cuteforge.gqa",
-    "attn_paged_decode": "cuteforge.gqa",
-    "attn_paged_prefill": "cuteforge.gqa",
-    "attn_prefill": "cuteforge.gqa",
-    "gqa_decode_wrapper": "cuteforge.gqa",
-    "gqa_prefill_wrapper": "cuteforge.gqa",
-    "merge_state": "cuteforge.gqa",
-    "paged_gqa_decode_wrapper": "cuteforge.gqa",
-    "paged_gqa_prefill_wrapper": "cuteforge.gqa",
-    "CSACompressorForward": "cuteforge.csa.compressor",
-    "CSACompressorBackward": "cuteforge.csa.compressor",
-    "csa_compressor_forward_wrapper": "cuteforge.csa.compressor",
-    "csa_compressor_backward_wrapper": "cuteforge.csa.compressor",
-    "RotaryEmbedding": "cuteforge.rotary",
-    "rotary_emb": "cuteforge.rotary",
-    "rotary_qk_wrapper": "cuteforge.rotary",
-    "rotary_table": "cuteforge.rotary",
-    "rotary_wrapper": "cuteforge.rotary",
+    "TensorSpec": "cuteforge.op.signature",
+    "TupleDict": "cuteforge.op.base",
+    "GQADecode": "cuteforge.families.attention",
+    "GQAPrefill": "cuteforge.families.attention",
+    "MergeState": "cuteforge.families.attention",
+    "PagedGQADecode": "cuteforge.families.attention",
+    "PagedGQAPrefill": "cuteforge.families.attention",
+    "attn_decode": "cuteforge.families.attention",
+    "attn_paged_decode": "cuteforge.families.attention",
+    "attn_paged_prefill": "cuteforge.families.attention",
+    "attn_prefill": "cuteforge.families.attention",
+    "gqa_decode_wrapper": "cuteforge.families.attention",
+    "gqa_prefill_wrapper": "cuteforge.families.attention",
+    "merge_state": "cuteforge.families.attention",
+    "paged_gqa_decode_wrapper": "cuteforge.families.attention",
+    "paged_gqa_prefill_wrapper": "cuteforge.families.attention",
+    "CSACompressorForward": "cuteforge.families.csa.compressor",
+    "CSACompressorBackward": "cuteforge.families.csa.compressor",
+    "csa_compressor_forward_wrapper": "cuteforge.families.csa.compressor",
+    "csa_compressor_backward_wrapper": "cuteforge.families.csa.compressor",
+    "RotaryEmbedding": "cuteforge.families.rotary",
+    "rotary_emb": "cuteforge.families.rotary",
+    "rotary_qk_wrapper": "cuteforge.families.rotary",
+    "rotary_table": "cuteforge.families.rotary",
+    "rotary_wrapper": "cuteforge.families.rotary",
     "ATTN_BACKEND": "cuteforge.backends.registry",
     "AttentionBackend": "cuteforge.backends.interface",
-    "CacheFull": "cuteforge.backends.kv_cache",
+    "CacheFull": "cuteforge.serving.kv_cache",
     "CudaBackend": "cuteforge.backends.cuda",
-    "DecodeGraph": "cuteforge.backends.decode_graph",
+    "DecodeGraph": "cuteforge.serving.decode_graph",
     "FlashAttnBackend": "cuteforge.backends.flash",
     "KERNEL_NAMES": "cuteforge.backends.kernels",
-    "KVCache": "cuteforge.backends.kv_cache",
+    "KVCache": "cuteforge.serving.kv_cache",
     "TorchNativeBackend": "cuteforge.backends.torch_native",
     "apply_rotary_emb": "cuteforge.backends.rotary",
     "attention": "cuteforge.backends.attention",
@@ -63,49 +63,49 @@ _MODULE_OF = {
 __all__ = ["__version__", *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from cuteforge.api_base import TupleDict as TupleDict
     from cuteforge.backends.attention import attention as attention
     from cuteforge.backends.compressor import compress as compress
     from cuteforge.backends.cuda import CudaBackend as CudaBackend
-    from cuteforge.backends.decode_graph import DecodeGraph as DecodeGraph
     from cuteforge.backends.explain import explain as explain
     from cuteforge.backends.flash import FlashAttnBackend as FlashAttnBackend
     from cuteforge.backends.interface import AttentionBackend as AttentionBackend
     from cuteforge.backends.kernels import KERNEL_NAMES as KERNEL_NAMES
     from cuteforge.backends.kernels import is_available as is_available
-    from cuteforge.backends.kv_cache import CacheFull as CacheFull
-    from cuteforge.backends.kv_cache import KVCache as KVCache
     from cuteforge.backends.registry import ATTN_BACKEND as ATTN_BACKEND
     from cuteforge.backends.registry import attn_backend as attn_backend
     from cuteforge.backends.registry import register_backend as register_backend
     from cuteforge.backends.rotary import apply_rotary_emb as apply_rotary_emb
     from cuteforge.backends.torch_native import TorchNativeBackend as TorchNativeBackend
-    from cuteforge.csa.compressor import CSACompressorBackward as CSACompressorBackward
-    from cuteforge.csa.compressor import CSACompressorForward as CSACompressorForward
-    from cuteforge.csa.compressor import csa_compressor_backward_wrapper as csa_compressor_backward_wrapper
-    from cuteforge.csa.compressor import csa_compressor_forward_wrapper as csa_compressor_forward_wrapper
     from cuteforge.errors import ContractError as ContractError
     from cuteforge.errors import UnsupportedError as UnsupportedError
-    from cuteforge.gqa import GQADecode as GQADecode
-    from cuteforge.gqa import GQAPrefill as GQAPrefill
-    from cuteforge.gqa import MergeState as MergeState
-    from cuteforge.gqa import PagedGQADecode as PagedGQADecode
-    from cuteforge.gqa import PagedGQAPrefill as PagedGQAPrefill
-    from cuteforge.gqa import attn_decode as attn_decode
-    from cuteforge.gqa import attn_paged_decode as attn_paged_decode
-    from cuteforge.gqa import attn_paged_prefill as attn_paged_prefill
-    from cuteforge.gqa import attn_prefill as attn_prefill
-    from cuteforge.gqa import gqa_decode_wrapper as gqa_decode_wrapper
-    from cuteforge.gqa import gqa_prefill_wrapper as gqa_prefill_wrapper
-    from cuteforge.gqa import merge_state as merge_state
-    from cuteforge.gqa import paged_gqa_decode_wrapper as paged_gqa_decode_wrapper
-    from cuteforge.gqa import paged_gqa_prefill_wrapper as paged_gqa_prefill_wrapper
-    from cuteforge.rotary import RotaryEmbedding as RotaryEmbedding
-    from cuteforge.rotary import rotary_emb as rotary_emb
-    from cuteforge.rotary import rotary_qk_wrapper as rotary_qk_wrapper
-    from cuteforge.rotary import rotary_table as rotary_table
-    from cuteforge.rotary import rotary_wrapper as rotary_wrapper
-    from cuteforge.tensor_spec import TensorSpec as TensorSpec
+    from cuteforge.families.attention import GQADecode as GQADecode
+    from cuteforge.families.attention import GQAPrefill as GQAPrefill
+    from cuteforge.families.attention import MergeState as MergeState
+    from cuteforge.families.attention import PagedGQADecode as PagedGQADecode
+    from cuteforge.families.attention import PagedGQAPrefill as PagedGQAPrefill
+    from cuteforge.families.attention import attn_decode as attn_decode
+    from cuteforge.families.attention import attn_paged_decode as attn_paged_decode
+    from cuteforge.families.attention import attn_paged_prefill as attn_paged_prefill
+    from cuteforge.families.attention import attn_prefill as attn_prefill
+    from cuteforge.families.attention import gqa_decode_wrapper as gqa_decode_wrapper
+    from cuteforge.families.attention import gqa_prefill_wrapper as gqa_prefill_wrapper
+    from cuteforge.families.attention import merge_state as merge_state
+    from cuteforge.families.attention import paged_gqa_decode_wrapper as paged_gqa_decode_wrapper
+    from cuteforge.families.attention import paged_gqa_prefill_wrapper as paged_gqa_prefill_wrapper
+    from cuteforge.families.csa.compressor import CSACompressorBackward as CSACompressorBackward
+    from cuteforge.families.csa.compressor import CSACompressorForward as CSACompressorForward
+    from cuteforge.families.csa.compressor import csa_compressor_backward_wrapper as csa_compressor_backward_wrapper
+    from cuteforge.families.csa.compressor import csa_compressor_forward_wrapper as csa_compressor_forward_wrapper
+    from cuteforge.families.rotary import RotaryEmbedding as RotaryEmbedding
+    from cuteforge.families.rotary import rotary_emb as rotary_emb
+    from cuteforge.families.rotary import rotary_qk_wrapper as rotary_qk_wrapper
+    from cuteforge.families.rotary import rotary_table as rotary_table
+    from cuteforge.families.rotary import rotary_wrapper as rotary_wrapper
+    from cuteforge.op.base import TupleDict as TupleDict
+    from cuteforge.op.signature import TensorSpec as TensorSpec
+    from cuteforge.serving.decode_graph import DecodeGraph as DecodeGraph
+    from cuteforge.serving.kv_cache import CacheFull as CacheFull
+    from cuteforge.serving.kv_cache import KVCache as KVCache
 else:
     # Hidden from type checkers: with a `__getattr__` in sight they accept every name as public.
     def __getattr__(name):

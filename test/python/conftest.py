@@ -108,7 +108,7 @@ def _leave_dead_context(error: Exception) -> None:
 @pytest.fixture
 def cpu_as_gpu(monkeypatch):
     """Wrappers go through their ops on CPU tensors, which they refuse otherwise."""
-    from cuteforge import torch_library
+    from cuteforge.op import torch_library
 
     monkeypatch.setattr(torch_library, "_check_gpu_tensors", lambda *_: None)
 

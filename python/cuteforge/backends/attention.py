@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cuteforge import known_calls
 from cuteforge.arguments import finite, flag, integer
 from cuteforge.backends import registry
 from cuteforge.backends.interface import (
@@ -21,16 +20,17 @@ from cuteforge.backends.interface import (
 )
 from cuteforge.backends.selection import Decision, Policy, constant_result, constants, derivative_of, dtype_named
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa.options import UNLIMITED, Window, checked_softcap, checked_window
+from cuteforge.families.attention.options import UNLIMITED, Window, checked_softcap, checked_window
+from cuteforge.op import recall
+from cuteforge.op.torch_library import is_traced
 from cuteforge.runtime import env
-from cuteforge.torch_library import is_traced
 
 if TYPE_CHECKING:
-    from cuteforge.backends.kv_cache import KVCache
+    from cuteforge.serving.kv_cache import KVCache
 
 _policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for, refusal_of)
 registry.on_change(_policy.forget)
-registry.on_change(known_calls.forget)
+registry.on_change(recall.forget)
 
 
 def attention(
@@ -76,7 +76,7 @@ def attention(
     if kv_cache is None and not options and not is_traced(q):
         asked = is_causal, fwd, scale, backend, registry.context_backend(), env.backend()
         tensors, known_as = (q, k, v, attn_mask), ("attention", asked)
-        results = known_calls.serve(known_as, tensors)
+        results = recall.serve(known_as, tensors)
         if results is not None:
             return results[0]
     is_causal, scale, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
@@ -87,7 +87,7 @@ def attention(
         chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
     result = chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, **options)
     if known_as is not None:
-        known_calls.keep(known_as, tensors, chosen.known_call, q, k, v, attn_mask, is_causal, fwd, scale)
+        recall.keep(known_as, tensors, chosen.known_call, q, k, v, attn_mask, is_causal, fwd, scale)
     return result
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from cuteforge import known_calls
 from cuteforge.arguments import integer
 from cuteforge.backends import registry
 from cuteforge.backends.interface import require_tensor
@@ -22,17 +21,18 @@ from cuteforge.backends.selection import (
     derivative_of,
     dtype_named,
 )
-from cuteforge.csa.compressor import (
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.families.csa.compressor import (
     CSACompressorBackward,
     CSACompressorForward,
     csa_compressor_forward_wrapper,
     reference,
 )
-from cuteforge.csa.compressor.wrapper import check_sizes, known_forward, new_gradients, readable
-from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.families.csa.compressor.wrapper import check_sizes, known_forward, new_gradients, readable
+from cuteforge.op import recall
+from cuteforge.op.signature import TensorSpec
+from cuteforge.op.torch_library import is_traced, register_op, require_one_device, without_autocast
 from cuteforge.runtime import env
-from cuteforge.tensor_spec import TensorSpec
-from cuteforge.torch_library import is_traced, register_op, require_one_device, without_autocast
 
 _NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 _INPUTS = ", ".join(f"Tensor {name}" for name in _NAMES)
@@ -84,7 +84,7 @@ def compress(
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if type(total_comp) is int and total_comp >= 0 and not is_dynamo_compiling():
         known_as = "compress", ratio, coff, type(ratio), type(coff), backend, env.backend()
-        results = known_calls.serve(known_as, inputs, total_comp)
+        results = recall.serve(known_as, inputs, total_comp)
         if results is not None:
             return results[0]
     ratio, coff, total_comp = _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp)
@@ -95,7 +95,7 @@ def compress(
     result = chosen.run(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp)
     # offsets that are built are new at each call
     if chosen.name == "cuda" and inputs[-1] is not None and not is_traced(kv):
-        known_calls.keep(known_as, inputs, known_forward, inputs, ratio, coff)
+        recall.keep(known_as, inputs, known_forward, inputs, ratio, coff)
     return result
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from cuteforge.api_base import APIBase
 from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
 from cuteforge.backends.kernels import Spec, kernel_refusals
 from cuteforge.errors import ContractError
-from cuteforge.gqa import (
+from cuteforge.families.attention import (
     GQADecode,
     GQAPrefill,
     PagedGQADecode,
@@ -19,7 +18,8 @@ from cuteforge.gqa import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.gqa.wrapper import known_dense_call
+from cuteforge.families.attention.wrapper import known_dense_call
+from cuteforge.op.base import APIBase
 
 _NO_DERIVATIVE = {
     "graph": "the kernels have no derivative, and q, k or v requires grad",

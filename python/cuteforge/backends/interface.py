@@ -10,11 +10,11 @@ import torch
 
 from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError
-from cuteforge.gqa.api import MAX_DECODE_TOKENS
-from cuteforge.torch_library import check_layout
+from cuteforge.families.attention.api import MAX_DECODE_TOKENS
+from cuteforge.op.torch_library import check_layout
 
 if TYPE_CHECKING:
-    from cuteforge.backends.kv_cache import Batch, KVCache
+    from cuteforge.serving.kv_cache import Batch, KVCache
 
 DECODE, PREFILL = "decode", "prefill"
 # What a call may ask for beyond plain attention, by the name of the argument.
@@ -82,7 +82,7 @@ class AttentionBackend(ABC):
     def known_call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
-        """How calls like this one, which has been served, may be served without asking anybody: a `known_calls.Call` of q, k, v and the mask, or
+        """How calls like this one, which has been served, may be served without asking anybody: a `recall.Call` of q, k, v and the mask, or
         None."""
         return None
 

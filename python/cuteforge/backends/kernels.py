@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from cuteforge.api_base import APIBase
-from cuteforge.csa.compressor import CSACompressorBackward, CSACompressorForward
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.gqa import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill
-from cuteforge.rotary import RotaryEmbedding
+from cuteforge.families.attention import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill
+from cuteforge.families.csa.compressor import CSACompressorBackward, CSACompressorForward
+from cuteforge.families.rotary import RotaryEmbedding
+from cuteforge.op.base import APIBase
+from cuteforge.op.signature import TensorSpec
 from cuteforge.runtime import arch, cutlass_compat, env
-from cuteforge.tensor_spec import TensorSpec
 
 Spec = Callable[..., TensorSpec]
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cuteforge import known_calls
 from cuteforge.arguments import flag
 from cuteforge.backends import registry
 from cuteforge.backends.interface import require_tensor
@@ -22,10 +21,11 @@ from cuteforge.backends.selection import (
     dtype_named,
 )
 from cuteforge.errors import ContractError
-from cuteforge.rotary import RotaryEmbedding, reference, rotary_wrapper
-from cuteforge.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
+from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
+from cuteforge.families.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
+from cuteforge.op import recall
+from cuteforge.op.torch_library import is_traced, without_autocast
 from cuteforge.runtime import env
-from cuteforge.torch_library import is_traced, without_autocast
 
 # By the number of tensors.
 _NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
@@ -78,7 +78,7 @@ def apply_rotary_emb(
     tensors = (x, None, *table)
     if not is_dynamo_compiling():
         known_as = "apply_rotary_emb", interleaved, inverse, backend, env.backend()
-        results = known_calls.serve(known_as, tensors)
+        results = recall.serve(known_as, tensors)
         if results is not None:
             return results[0]
     angles = _angles(x, *table)
@@ -88,7 +88,7 @@ def apply_rotary_emb(
     result = chosen.run(x, angles, interleaved, inverse)
     # angles of another form are new tensors at each call
     if chosen.name == "cuda" and all(any(a is given for given in table) for a in angles) and not is_traced(x):
-        known_calls.keep(known_as, tensors, known_rotation, tensors, interleaved, inverse)
+        recall.keep(known_as, tensors, known_rotation, tensors, interleaved, inverse)
     return result
 
 

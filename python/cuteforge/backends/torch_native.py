@@ -10,7 +10,7 @@ from cuteforge.backends import sdpa
 from cuteforge.backends.interface import OPTIONS, AttentionBackend, Request, bound_batch, packed
 from cuteforge.backends.selection import derivative_of
 from cuteforge.errors import ContractError
-from cuteforge.gqa.options import UNLIMITED, checked_softcap, checked_window
+from cuteforge.families.attention.options import UNLIMITED, checked_softcap, checked_window
 from cuteforge.runtime.streams import is_capturing
 
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"

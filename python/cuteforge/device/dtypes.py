@@ -6,6 +6,7 @@ DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
+    "uint8": cutlass.Uint8,
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }

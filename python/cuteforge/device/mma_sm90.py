@@ -9,16 +9,16 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
-from cuteforge.device.panels import ROW_BYTES
+from cuteforge.device.panels import PANEL_ROW_BYTES
 
-_GROUP_BYTES = 8 * ROW_BYTES  # eight rows: the pattern of chunks repeats
+_GROUP_BYTES = 8 * PANEL_ROW_BYTES  # eight rows: the pattern of chunks repeats
 _SWIZZLE_128 = 1 << 30  # of the upper word
 _PTX_TYPES = {cutlass.BFloat16: "bf16", cutlass.Float16: "f16"}
 
 
 def swizzled_offset(row, chunk, rows: int):
     """Byte offset of a 16-byte chunk of a row, in a matrix of `rows` rows."""
-    return (chunk // 8) * (rows * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16
+    return (chunk // 8) * (rows * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16
 
 
 class RowOperand:
@@ -30,14 +30,14 @@ class RowOperand:
 
     def descriptor(self, step: int):
         """Of the columns from ``16 * step`` on."""
-        return _descriptor(self.low, step // 4 * (self.rows * ROW_BYTES) + step % 4 * 32)
+        return _descriptor(self.low, step // 4 * (self.rows * PANEL_ROW_BYTES) + step % 4 * 32)
 
 
 class ColumnOperand:
     """A matrix of `rows` rows of which 16 a step are summed over (values)."""
 
     def __init__(self, address, rows: int):
-        self.low = _low_word(address, rows * ROW_BYTES)
+        self.low = _low_word(address, rows * PANEL_ROW_BYTES)
 
     def descriptor(self, step: int):
         """Of the rows from ``16 * step`` on."""

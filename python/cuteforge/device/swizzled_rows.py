@@ -1,4 +1,4 @@
-"""How rows of 16-bit elements lie in shared memory for `ldmatrix`: without pads, the 16-byte chunks of a row exchanged by the row's number.
+"""How rows lie in shared memory for `ldmatrix`: without pads, the 16-byte chunks of a row exchanged by the row's number.
 
 The eight rows of an 8x8 matrix then lie in different banks, and what a warp copies of a line of global memory stays within one line of shared memory.
 Rows with pads did not: a line cut in two is asked for twice, and decode sent 2.6 requests and 1.5 sectors to L2 for each it needed (H200, ncu).
@@ -9,20 +9,26 @@ import math
 from dataclasses import dataclass
 
 CHUNK_BYTES = 16
-CHUNK_ELEMS = 8
+OPERAND_BYTES = 32  # of a row, in one matrix instruction: 16 columns of 2 bytes
+LINE_CHUNKS = 8  # of 128 bytes
 BANKED_ROWS = 8  # rows of a matrix that are read at once
 ALIGNMENT = CHUNK_BYTES * BANKED_ROWS  # of the first row's address, for `down` and `along`
 
 
 @dataclass(frozen=True)
 class SwizzledRows:
-    """Rows of `cols` elements, a multiple of 8, rounded up to whole 16-column operands."""
+    """Rows of `row_bytes` bytes, a multiple of 16, rounded up to whole operands."""
 
-    cols: int
+    row_bytes: int
+
+    @property
+    def filled_chunks(self) -> int:
+        """Chunks that hold data; a last one may be there only to fill an operand."""
+        return self.row_bytes // CHUNK_BYTES
 
     @property
     def chunks(self) -> int:
-        return 2 * -(-self.cols // 16)
+        return -(-self.row_bytes // OPERAND_BYTES) * (OPERAND_BYTES // CHUNK_BYTES)
 
     @property
     def pitch_bytes(self) -> int:
@@ -49,3 +55,10 @@ class SwizzledRows:
     def _exchange(self, row):
         """What the numbers of a row's chunks are exchanged by."""
         return (row >> (BANKED_ROWS // self.exchanged).bit_length() - 1) & (self.exchanged - 1)
+
+
+def lanes_of_row(*row_bytes: int) -> int:
+    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines of a row; half a line where
+    that leaves none of them idle."""
+    half = LINE_CHUNKS // 2
+    return half if math.gcd(*(x // CHUNK_BYTES for x in row_bytes), LINE_CHUNKS) == half else LINE_CHUNKS

@@ -1,4 +1,4 @@
-"""Rows by TMA: one instruction of one thread copies 64 columns of adjacent rows, a box, to a tile in shared memory (sm_90 and up).
+"""Rows by TMA: one instruction of one thread copies 128 bytes of adjacent rows, a box, to a tile in shared memory (sm_90 and up).
 
 TMA fills with zeros what is outside of a tensor, but the rows of a request end where its length says, not where the tensor does: what a box holds
 after them may be anything. A descriptor with a second mode of tokens, based some rows before the tensor, could let boxes end anywhere; but boxes that
@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cuteforge.device.math import select
-from cuteforge.device.panels import PANEL_COLS, panel_bytes
+from cuteforge.device.panels import PANEL_ROW_BYTES, num_panels, panels_bytes
 from cuteforge.device.traced import TraceConstant
 
 
@@ -27,7 +27,9 @@ def describe_rows(mX: cute.Tensor, rows: int):
     strides = tuple(_valid_stride(mX, mode) if mode != cols else 1 for mode in modes)
     tensor = cute.make_tensor(mX.iterator, cute.make_layout(shape, stride=strides))
     layout = _panel_layout(mX.element_type, rows)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, PANEL_COLS))
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (rows, panel_cols(mX.element_type))
+    )
 
 
 def _valid_stride(mX: cute.Tensor, mode: int):
@@ -37,7 +39,12 @@ def _valid_stride(mX: cute.Tensor, mode: int):
 
 def _panel_layout(dtype, rows: int):
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (rows, PANEL_COLS), (0, 1))
+    return cute.tile_to_shape(atom, (rows, panel_cols(dtype)), (0, 1))
+
+
+def panel_cols(dtype) -> int:
+    """Columns of a panel."""
+    return PANEL_ROW_BYTES * 8 // dtype.width
 
 
 class TmaRows(TraceConstant):
@@ -47,16 +54,17 @@ class TmaRows(TraceConstant):
         atom, tX: what `describe_rows` gave.
         rows: of a box.
         tile_rows: of a tile, a multiple of `rows`.
-        cols: columns of a row.
+        row_bytes: of the matrix.
     """
 
-    def __init__(self, atom, tX: cute.Tensor, dtype, rows: int, tile_rows: int, cols: int):
-        self.atom, self.tX, self.dtype, self.rows, self.tile_rows, self.cols = atom, tX, dtype, rows, tile_rows, cols
+    def __init__(self, atom, tX: cute.Tensor, dtype, rows: int, tile_rows: int, row_bytes: int):
+        self.atom, self.tX, self.dtype = atom, tX, dtype
+        self.rows, self.tile_rows, self.row_bytes = rows, tile_rows, row_bytes
 
     def expect(self, barrier: cute.Pointer, boxes) -> None:
         """Let a barrier count the bytes of so many boxes."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, boxes * panel_bytes(self.cols, self.rows))
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, boxes * panels_bytes(self.row_bytes, self.rows))
 
     @cute.jit
     def copy(self, target: Int32, barrier: cute.Pointer, token: Int32, place: tuple):
@@ -67,16 +75,17 @@ class TmaRows(TraceConstant):
             token: within the mode of tokens.
             place: head, and request or page in a tensor that has them.
         """
-        for panel in cutlass.range_constexpr(-(-self.cols // PANEL_COLS)):
-            start = (token, panel * PANEL_COLS, *[0] * len(place))
-            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, PANEL_COLS), (0, 0, *place))
-            sX = self._panel(target + panel * panel_bytes(PANEL_COLS, self.tile_rows))
+        cols = panel_cols(self.dtype)
+        for panel in cutlass.range_constexpr(num_panels(self.row_bytes)):
+            start = (token, panel * cols, *[0] * len(place))
+            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, cols), (0, 0, *place))
+            sX = self._panel(target + panel * panels_bytes(PANEL_ROW_BYTES, self.tile_rows))
             source, destination = cute.group_modes(gX, 0, 2), cute.group_modes(sX, 0, 2)
             destination, source = cpasync.tma_partition(self.atom, 0, cute.make_layout(1), destination, source)
             cute.copy(self.atom, source, destination, tma_bar_ptr=barrier)
 
     def _panel(self, address) -> cute.Tensor:
-        """64 columns of the rows of a box."""
+        """One panel of the rows of a box."""
         layout = _panel_layout(self.dtype, self.rows)
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)

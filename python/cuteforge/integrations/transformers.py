@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.integrations.versions import require_transformers
-from cuteforge.torch_library import autocasts
+from cuteforge.op.torch_library import autocasts
 
 require_transformers(transformers.__version__)  # an older one lacks what is imported here
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402

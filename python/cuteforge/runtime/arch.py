@@ -12,6 +12,7 @@ from cuteforge.runtime import env
 _KIB = 1024
 _MIB = 1024 * _KIB
 _MIN_MAJOR = 8
+WARP = 32  # threads
 CTA_RESERVE_BYTES = 1024  # shared memory that the driver keeps for each resident CTA
 
 

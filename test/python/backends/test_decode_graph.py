@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from cuteforge.backends.decode_graph import DecodeGraph
-from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError
-from cuteforge.gqa.wrapper import paged_gqa_decode_wrapper
+from cuteforge.families.attention.wrapper import paged_gqa_decode_wrapper
+from cuteforge.serving.decode_graph import DecodeGraph
+from cuteforge.serving.kv_cache import CacheFull, KVCache
 from helpers.kv_cache import attend, poisoned, snapshot
 from helpers.nonsense import NONSENSE, refusal
 

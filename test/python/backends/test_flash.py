@@ -7,7 +7,7 @@ import torch
 
 from cuteforge import FlashAttnBackend, KVCache
 from cuteforge.backends import flash
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers.policy import check, check_packed, draw
 
 HEADS, KV_HEADS, D = 6, 2, 16

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cuteforge.backends import kv_cache as module
-from cuteforge.backends.kv_cache import CacheFull, KVCache
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.serving import kv_cache as module
+from cuteforge.serving.kv_cache import CacheFull, KVCache
 from helpers.kv_cache import Dense, facts, poisoned, snapshot
 from helpers.nonsense import NONSENSE, refusal
 

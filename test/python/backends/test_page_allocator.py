@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cuteforge.backends.page_allocator import SCRATCH_PAGE, CacheFull, PageAllocator
 from cuteforge.errors import ContractError
+from cuteforge.serving.page_allocator import SCRATCH_PAGE, CacheFull, PageAllocator
 
 NUM_PAGES, PAGE_SIZE, MAX_REQUESTS, MAX_SEQLEN = 12, 3, 4, 20
 

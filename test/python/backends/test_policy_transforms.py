@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cuteforge import UnsupportedError, apply_rotary_emb, attention, compress, rotary_table
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers.policy import draw
 
 COS, SIN = rotary_table(32, 16)
@@ -111,7 +111,7 @@ def test_rotary_is_linear_in_x(transform, interleaved):
 
 @each_transform
 def test_compress_refuses_by_name_before_anything_ran(transform, monkeypatch):
-    from cuteforge.csa.compressor import reference as csa_reference
+    from cuteforge.families.csa.compressor import reference as csa_reference
 
     monkeypatch.setattr(csa_reference, "compress_forward", lambda *_: pytest.fail("ran"))
     tokens = torch.randn(20, 16)

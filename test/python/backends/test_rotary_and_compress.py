@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cuteforge import ContractError, UnsupportedError, apply_rotary_emb, compress, explain, rotary_table
-from cuteforge.csa.compressor import reference as csa_reference
-from cuteforge.rotary import reference as rotary_reference
+from cuteforge.families.csa.compressor import reference as csa_reference
+from cuteforge.families.rotary import reference as rotary_reference
 from helpers import budget
 from helpers.packs import Pack
 from helpers.packs import draw as draw_pack

@@ -48,9 +48,9 @@ def facts(**changed) -> Request:
 
 def test_the_name_attention_stays_the_function_whatever_is_imported():
     """The subpackage of kernels has the same name; its own imports go on working."""
-    reference = importlib.import_module("cuteforge.gqa.reference")
+    reference = importlib.import_module("cuteforge.families.attention.reference")
     assert cuteforge.attention is attention and callable(cuteforge.attention)
-    assert reference.__name__ == "cuteforge.gqa.reference"
+    assert reference.__name__ == "cuteforge.families.attention.reference"
 
 
 def test_torch_serves_a_cpu_without_being_asked():

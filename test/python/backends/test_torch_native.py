@@ -9,7 +9,7 @@ from cuteforge import ContractError, KVCache, UnsupportedError, attention, expla
 from cuteforge.backends import sdpa
 from cuteforge.backends.flash import FlashAttnBackend
 from cuteforge.backends.interface import Request
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers.packs import offsets
 from helpers.policy import check, check_packed, draw
 

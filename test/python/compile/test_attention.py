@@ -10,11 +10,13 @@ import math
 import pytest
 
 from cuteforge import UnsupportedError
-from cuteforge.gqa import kernel, merge
-from cuteforge.gqa.config import SMEM_ALIGNMENT, WARP, Problem, select_decode, select_prefill
-from cuteforge.gqa.merge_config import MergeTraits
-from cuteforge.runtime.arch import resolve_arch
+from cuteforge.families.attention.forward import kernel
+from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, select_decode, select_prefill
+from cuteforge.families.attention.merge import kernel as merge
+from cuteforge.families.attention.merge.config import MergeTraits
+from cuteforge.runtime.arch import WARP, resolve_arch
 from helpers import sass
+from helpers.attention_problems import problem_of
 
 FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
 ARCHS = (FULL, *REDUCED)
@@ -56,19 +58,19 @@ def decode_cases(arch, is_full):
     """Each tile once with the features that take most registers, on one architecture also the other features and fp16."""
     for heads, rows in itertools.product(HEADS, ROWS):
         queries, facts = FEATURES[0]
-        yield from served(select_decode, Problem("bfloat16", *heads, queries, **facts), rows, arch, True)
+        yield from served(select_decode, problem_of("bfloat16", *heads, queries, **facts), rows, arch, True)
     if is_full:
         for i, (queries, facts) in enumerate(FEATURES[1:]):
-            given = Problem("float16", *HEADS[0], queries, **facts)
+            given = problem_of("float16", *HEADS[0], queries, **facts)
             yield from served(select_decode, given, ROWS[i % 2], arch, i % 2 == 0)
 
 
 def prefill_cases(arch, is_full):
     queries, facts = PREFILL_FEATURES[0]
     for heads in HEADS:
-        yield from served(select_prefill, Problem("bfloat16", *heads, queries, **facts), arch)
+        yield from served(select_prefill, problem_of("bfloat16", *heads, queries, **facts), arch)
     for heads, (queries, facts) in itertools.product((HEADS[0], HEADS[-1]), PREFILL_FEATURES[1:] if is_full else ()):
-        yield from served(select_prefill, Problem("float16", *heads, queries, **facts), arch)
+        yield from served(select_prefill, problem_of("float16", *heads, queries, **facts), arch)
 
 
 def cases_of(arch_name):
@@ -102,13 +104,15 @@ def option_cases(arch_name):
     arch = resolve_arch(arch_name, None)
     for option, d in itertools.product(OPTIONS, OPTION_HEADS):
         facts = {"has_lse": True, **OPTIONS[option]}
-        prefill = Problem("bfloat16", d, d, "packed", "packed", **facts)
+        prefill = problem_of("bfloat16", d, d, "packed", "packed", **facts)
         yield option, select_prefill(prefill, arch)
         if arch_name == FULL or option == "all":
-            decode = Problem("bfloat16", d, d, "batch", **PAGED, **facts)
+            decode = problem_of("bfloat16", d, d, "batch", **PAGED, **facts)
             yield option, select_decode(decode, ROWS[0], arch, True)
             yield option, select_decode(decode, ROWS[0], arch, False)
-    masked = Problem("bfloat16", OPTION_HEADS[-1], OPTION_HEADS[-1], "packed", **PAGED, mask_rank=2, **OPTIONS["all"])
+    masked = problem_of(
+        "bfloat16", OPTION_HEADS[-1], OPTION_HEADS[-1], "packed", **PAGED, mask_rank=2, **OPTIONS["all"]
+    )
     yield "all", select_prefill(masked, arch)
 
 

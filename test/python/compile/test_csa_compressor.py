@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from cuteforge.csa.compressor import backward, forward
-from cuteforge.csa.compressor.config import SMEM_ALIGNMENT, WARP, Problem, select_traits
+from cuteforge.families.csa.compressor import backward, forward
+from cuteforge.families.csa.compressor.config import SMEM_ALIGNMENT, WARP, Problem, select_traits
+from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
-from cuteforge.tensor_spec import ITEMSIZE
 from helpers import sass
 
 FULL = "sm_90a"

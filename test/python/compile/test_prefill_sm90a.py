@@ -1,10 +1,10 @@
 """What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
 
-from cuteforge.gqa.config import WARP, Problem
-from cuteforge.gqa.prefill_sm90a import kernel
-from cuteforge.gqa.prefill_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
-from cuteforge.runtime.arch import resolve_arch
+from cuteforge.families.attention.forward_sm90a import kernel
+from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
+from cuteforge.runtime.arch import WARP, resolve_arch
 from helpers import sass
+from helpers.attention_problems import problem_of
 
 ARCH = resolve_arch("sm_90a", None)
 REGISTERS_PER_SM = 65536
@@ -30,32 +30,32 @@ def problems(is_full):
         ((64, 72, 96, 128, 256), (64, 128, 256), (64, 72, 128, 256)) if is_full else ((72, 128, 256), (128,), (72, 256))
     )
     return [
-        *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (EVERY_WIDTH if is_full else WIDTHS)),
-        *(Problem("bfloat16", *pair, *RAGGED[:1], **RAGGED[1]) for pair in heads),
-        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in of_pages),
+        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (EVERY_WIDTH if is_full else WIDTHS)),
+        *(problem_of("bfloat16", *pair, *RAGGED[:1], **RAGGED[1]) for pair in heads),
+        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1]) for d in of_pages),
         *(
-            Problem("float16", *pair, TOKENS[0], **TOKENS[1])
+            problem_of("float16", *pair, TOKENS[0], **TOKENS[1])
             for pair in ((192, 128), (128, 128), (64, 64))[: 3 if is_full else 2]
         ),
         *(
-            Problem("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
+            problem_of("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
             for d in of_options
             for options in OPTIONS
         ),
-        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in both),
+        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in both),
     ]
 
 
 def few_rows(is_full):
     """Problems of calls with few rows, which get other tiles."""
     return [
-        *(Problem("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in ((64, 96, 128) if is_full else (64, 128))),
+        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in ((64, 96, 128) if is_full else (64, 128))),
         *(
-            Problem("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1])
+            problem_of("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1])
             for d in ((64, 128) if is_full else (128,))
         ),
-        *(Problem("float16", d, d, *PAGES[:1], **PAGES[1]) for d in ((64, 128) if is_full else (64,))),
-        Problem("float16", 128, 128, TOKENS[0], **TOKENS[1]),
+        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1]) for d in ((64, 128) if is_full else (64,))),
+        problem_of("float16", 128, 128, TOKENS[0], **TOKENS[1]),
     ]
 
 
@@ -89,10 +89,10 @@ def test_machine_code(problem, has_few_rows):
 def check_it_fits(traits, code, smem_bytes):
     """What the warps ask for by and by is there, and shared memory is what `why_not` reckons with."""
     multiplying, copying = traits.registers
-    threads = WARP * (COPY_WARPS + traits.tile.num_warps)
+    threads = WARP * (COPY_WARPS + traits.tile.multiplying_warps)
     launched = code.registers // 8 * 8 * threads
     assert launched <= REGISTERS_PER_SM
-    assert WARP * (traits.tile.num_warps * multiplying + COPY_WARPS * copying) <= launched
+    assert WARP * (traits.tile.multiplying_warps * multiplying + COPY_WARPS * copying) <= launched
     assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes <= ARCH.smem_bytes_per_cta
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cuteforge.rotary import kernel
-from cuteforge.rotary.config import Problem, Traits
+from cuteforge.families.rotary import kernel
+from cuteforge.families.rotary.config import Problem, Traits
 from helpers import sass
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")

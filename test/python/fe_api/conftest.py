@@ -11,7 +11,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def row_tiles(request, monkeypatch):
     if "attention" in request.node.nodeid and zlib.crc32(request.node.nodeid.encode()) % 2:
-        from cuteforge.gqa import op, wrapper
+        from cuteforge.families.attention import base as op
+        from cuteforge.families.attention import wrapper
 
         for module in (op, wrapper):
             monkeypatch.setattr(module, "few_rows", lambda *_: 0)
@@ -20,16 +21,16 @@ def row_tiles(request, monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     """A list that grows by one with each call that is served as a known one; none is known at first."""
-    from cuteforge import known_calls
+    from cuteforge.op import recall
 
-    known_calls.forget()
-    counts, serve = [], known_calls.serve
+    recall.forget()
+    counts, serve = [], recall.serve
 
     def counted(*args):
         results = serve(*args)
         counts.extend([1] * (results is not None))
         return results
 
-    monkeypatch.setattr(known_calls, "serve", counted)
+    monkeypatch.setattr(recall, "serve", counted)
     yield counts
-    known_calls.forget()
+    recall.forget()

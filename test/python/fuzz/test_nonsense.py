@@ -7,7 +7,9 @@ from contextlib import ExitStack
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuteforge import ContractError, api_base, torch_library
+from cuteforge import ContractError
+from cuteforge.op import base as api_base
+from cuteforge.op import torch_library
 from helpers import public_calls
 from helpers.nonsense_calls import answer, nonsense_for, problem
 from helpers.policy import restored_registry

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cuteforge import GQADecode, GQAPrefill, TupleDict, gqa_decode_wrapper, gqa_prefill_wrapper
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers import budget
 from helpers.canary import Canary, strided_copy
 from helpers.packs import offsets

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from cuteforge import known_calls
+from cuteforge.op import recall
 
 
 def fresh(wrapper: Callable, *tensors: torch.Tensor, **options) -> dict[str, torch.Tensor]:
     """The result of a call that knows of none before it."""
-    known_calls.forget()
+    recall.forget()
     return copied(wrapper(*tensors, **options))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cuteforge import CSACompressorBackward, CSACompressorForward
-from cuteforge.csa.compressor import reference
+from cuteforge.families.csa.compressor import reference
 from helpers import budget
 from helpers.canary import Canary
 from helpers.packs import Inputs, Pack, draw

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cuteforge.backends.kv_cache import KVCache
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
+from cuteforge.serving.kv_cache import KVCache
 
 
 def poisoned(cache: KVCache) -> KVCache:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cuteforge import PagedGQADecode, PagedGQAPrefill, paged_gqa_decode_wrapper, paged_gqa_prefill_wrapper
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers import budget
 from helpers.attention import cap_slack, check_lse, score_slack
 from helpers.canary import Canary

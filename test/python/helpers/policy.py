@@ -9,7 +9,7 @@ import torch
 
 from cuteforge import AttentionBackend
 from cuteforge.backends import registry
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers import budget
 from helpers.packs import offsets
 

@@ -182,7 +182,7 @@ def _constructor(name: str) -> Call:
 
 def compiled(name: str) -> tuple[Any, Arguments]:
     """An op that passes for compiled, and tensors to launch it on: within `stub_gpu.pass_for_gpu`."""
-    from cuteforge.api_base import _Compiled
+    from cuteforge.op.base import _Compiled
     from cuteforge.runtime.arch import resolve_arch
 
     samples = _samples(name)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cuteforge import RotaryEmbedding, rotary_table
-from cuteforge.rotary import reference
+from cuteforge.families.rotary import reference
 from helpers import budget
 from helpers.canary import Canary, Slices
 

@@ -9,15 +9,17 @@ from dataclasses import replace
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
-from cuteforge import api_base, known_calls, op_cache
-from cuteforge.csa.compressor import api as csa_api
-from cuteforge.gqa import op as gqa_op
-from cuteforge.gqa import wrapper as gqa_wrapper
+from cuteforge.families.attention import base as gqa_op
+from cuteforge.families.attention import wrapper as gqa_wrapper
+from cuteforge.families.csa.compressor import api as csa_api
+from cuteforge.op import base as api_base
+from cuteforge.op import cache as op_cache
+from cuteforge.op import recall
+from cuteforge.op.signature import TensorSpec
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.lru import LRU
-from cuteforge.tensor_spec import TensorSpec
 
 STREAM = 77
 # Raises for the arguments of a launch that an entry of that key refuses.
@@ -80,19 +82,19 @@ def stub_wrappers(monkeypatch, check: Check | None = None) -> Iterator[list[tupl
     for module in (api_base, csa_api, gqa_op, gqa_wrapper):
         monkeypatch.setattr(module, "resolve_arch", lambda name, index: sm_90a)
     monkeypatch.setattr(csa_api.CSACompressorBackward, "_check_workspace", lambda *args: None)
-    written_out = known_calls._written_out
+    written_out = recall._written_out
 
     def without_index(op, *args):
         # the GPU of a CPU tensor has no index
         op._compiled.scalars.setdefault(None, op._compiled.scalars[0])
         return written_out(op, *args)
 
-    monkeypatch.setattr(known_calls, "_written_out", without_index)
-    monkeypatch.setattr(known_calls, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
-    monkeypatch.setattr(known_calls, "current_device", lambda: None)
-    known_calls.forget()
+    monkeypatch.setattr(recall, "_written_out", without_index)
+    monkeypatch.setattr(recall, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
+    monkeypatch.setattr(recall, "current_device", lambda: None)
+    recall.forget()
     yield launched
-    known_calls.forget()
+    recall.forget()
 
 
 class StubStream:

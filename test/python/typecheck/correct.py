@@ -59,9 +59,9 @@ from cuteforge import (
     rotary_wrapper,
 )
 from cuteforge.backends.interface import Request
-from cuteforge.backends.kv_cache import Batch
 from cuteforge.backends.selection import Decision, Verdict
 from cuteforge.integrations.transformers import register
+from cuteforge.serving.kv_cache import Batch
 
 q, k, v, mask, ints = (torch.empty(1) for _ in range(5))
 stream = torch.cuda.current_stream()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuteforge.runtime.allocate import current_device, ways_to_empty
+from cuteforge.op.allocate import current_device, ways_to_empty
 
 KINDS = [
     ((2, 1, 4, 8), (32, 32, 8, 1), torch.bfloat16),

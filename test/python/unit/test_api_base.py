@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cuteforge import api_base
-from cuteforge.api_base import APIBase, TupleDict
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op import base as api_base
+from cuteforge.op.base import APIBase, TupleDict
+from cuteforge.op.signature import Operand, Signature, TensorSpec
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
-from cuteforge.tensor_spec import Operand, Signature, TensorSpec
 from helpers.stub_gpu import STREAM, StubKernel, pass_for_gpu, pass_for_gpu_in_tables
 
 

@@ -7,32 +7,30 @@ import pytest
 
 from cuteforge import UnsupportedError
 from cuteforge.device.swizzled_rows import ALIGNMENT
-from cuteforge.gqa import config
-from cuteforge.gqa.config import (
+from cuteforge.families.attention.forward import config
+from cuteforge.families.attention.forward.config import (
     MAX_WAVES,
     PARTS,
-    ROW_BLOCK,
-    WARP,
-    Problem,
     Tile,
     Traits,
     cta_workspace_bytes,
-    max_ctas,
     select_decode,
     select_prefill,
-    why_not,
     workspace_bytes,
 )
-from cuteforge.gqa.merge_config import MergeTraits
-from cuteforge.gqa.options import ScoreOptions, checked_softcap, checked_window
-from cuteforge.gqa.prefill_sm90a.config import few_rows, select_warpgroups
-from cuteforge.runtime.arch import CTA_RESERVE_BYTES, resolve_arch
+from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
+from cuteforge.families.attention.merge.config import MergeTraits
+from cuteforge.families.attention.options import ScoreOptions, checked_softcap, checked_window
+from cuteforge.families.attention.problem import MAX_HEAD_DIM
+from cuteforge.families.attention.work.traits import ROW_BLOCK, max_ctas, why_not
+from cuteforge.runtime.arch import CTA_RESERVE_BYTES, WARP, resolve_arch
+from helpers.attention_problems import problem_of
 
 GPUS = {"A100": "sm_80", "L20": "sm_89", "H200": "sm_90a", "B200": "sm_100a", "RTX 5090": "sm_120a"}
 HEADS = [*((d, d) for d in range(8, 257, 8)), (192, 128)]
 ROWS = (1, 4, 16, 17, 32, 33, 48, 64, 100, 1024)
 MAX_WARPS = 16  # 255 registers a thread leave no room for more
-MODEL = Problem("bfloat16", 128, 128, "batch", "batch")
+MODEL = problem_of("bfloat16", 128, 128, "batch", "batch")
 
 each_gpu = pytest.mark.parametrize("gpu", GPUS)
 
@@ -42,7 +40,7 @@ def arch_of(gpu):
 
 
 def problem(d, dv, queries="batch", keys="batch", **facts):
-    return Problem("bfloat16", d, dv, queries, keys, **facts)
+    return problem_of("bfloat16", d, dv, queries, keys, **facts)
 
 
 def attempt(select, *facts):
@@ -210,7 +208,7 @@ def test_shared_memory_holds_rings_queries_and_what_is_joined(gpu):
         assert traits.smem_bytes >= tile.key_warps * ring.bytes + traits.query_bytes
         assert traits.smem_bytes >= traits.join_bytes + traits.query_bytes
         # chunks of a row change places by bits of their addresses
-        assert ring.stage_bytes % ALIGNMENT == ring.v_offset_bytes % ALIGNMENT == traits.streams_bytes % ALIGNMENT == 0
+        assert ring.stage_bytes % ALIGNMENT == ring.offsets[1] % ALIGNMENT == traits.streams_bytes % ALIGNMENT == 0
         assert traits.join_bytes == 0 or traits.join_bytes >= tile.key_warps * tile.tile_m * traits.problem.v_dim * 4
         if traits.query_bytes:
             assert traits.query_bytes >= tile.tile_m * traits.problem.head_dim * 2
@@ -224,9 +222,8 @@ def test_traits_tell_apart_what_is_compiled():
         select_decode(MODEL, 4, arch, True)
     )
     changed = {
-        "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "lengths": "seqlens", "causal": True,
-        "mask_rank": 2, "has_lse": True, "has_rows": True, "appends": True, "has_left": True, "has_right": True, "has_softcap": True,
-        "has_sinks": True,
+        "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "given": ("lse",), "mask_rank": 2,
+        "causal": True, "has_left": True, "has_right": True, "has_softcap": True,
     }  # fmt: skip
     assert changed.keys() == vars(MODEL).keys()
     keys = {repr(base)} | {repr(select_decode(replace(MODEL, **{n: v}), 4, arch, True)) for n, v in changed.items()}
@@ -267,12 +264,12 @@ def test_batch_and_rows_of_one_block_share_a_binary():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_of_a_merge_do_not_straddle_warps(dtype):
-    for d in range(8, config.MAX_HEAD_DIM + 1, 8):
+    for d in range(8, MAX_HEAD_DIM + 1, 8):
         traits = MergeTraits(dtype, d, "batch")
         lanes, elems = traits.lanes_per_row, traits.access_elems
         assert traits.runs * elems == d
-        assert config.WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * config.WARP
-        assert lanes >= traits.runs or lanes == config.WARP
+        assert WARP % lanes == 0 and traits.rows_per_cta * lanes == traits.num_warps * WARP
+        assert lanes >= traits.runs or lanes == WARP
         assert lanes == 1 or lanes // 2 < traits.runs, "half of the lanes would do"
 
 
@@ -281,7 +278,7 @@ def test_few_query_rows_take_smaller_row_tiles_with_the_same_keys():
     arch = arch_of("H200")
     for (d, dv), keys in itertools.product(HEADS, ("batch", "pages", "tokens")):
         many, few = (select_warpgroups(problem(d, dv, "packed", keys), arch, has_few) for has_few in (False, True))
-        assert (many.tile.row_warps, few.tile.row_warps) == ((12, 8) if d <= 128 else (8, 8)), (d, dv)
+        assert (many.tile.warpgroups, few.tile.warpgroups) == ((3, 2) if d <= 128 else (2, 2)), (d, dv)
         assert many.tile.tile_n == few.tile.tile_n and many.query_stages >= few.query_stages - 1
 
 

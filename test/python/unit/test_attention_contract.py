@@ -20,10 +20,10 @@ from cuteforge import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.gqa import MergeState
-from cuteforge.gqa.api import MAX_DECODE_TOKENS
-from cuteforge.gqa.merge_api import signature_of as merge_signature_of
-from cuteforge.gqa.op import signature_of
+from cuteforge.families.attention import MergeState
+from cuteforge.families.attention.api import MAX_DECODE_TOKENS
+from cuteforge.families.attention.base import signature_of
+from cuteforge.families.attention.merge.api import signature_of as merge_signature_of
 from cuteforge.runtime.arch import resolve_arch
 
 B, L, S, HQ, HK, D, T, TK, P, PS, R, C = 3, 2, 100, 8, 4, 64, 45, 90, 11, 16, 5, 7

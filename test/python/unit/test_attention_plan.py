@@ -7,9 +7,11 @@ import pytest
 from cutlass import Int32, cute
 
 from cuteforge.device.traced import TraceConstant
-from cuteforge.gqa import plan
-from cuteforge.gqa.config import Problem, max_ctas, select_decode
+from cuteforge.families.attention.forward.config import select_decode
+from cuteforge.families.attention.work import plan
+from cuteforge.families.attention.work.traits import max_ctas
 from cuteforge.runtime.arch import resolve_arch
+from helpers.attention_problems import problem_of
 
 H200 = resolve_arch("sm_90a", None)
 WHOLE, SHARES = (1, 1), (0, 1)
@@ -21,11 +23,11 @@ def cluster_of(size):
 
 
 class Counts(TraceConstant):
-    """As gqa/work.py has them, of `requests` with up to `keys` keys each, a query token each."""
+    """As families/attention/work/tile.py has them, of `requests` with up to `keys` keys each, a query token each."""
 
     def __init__(self, traits, requests, kv_heads, keys):
         self.traits, self.requests, self.kv_heads, self.keys = traits, Int32(requests), Int32(kv_heads), Int32(keys)
-        self.row_tiles, self.units = Int32(1), Int32(requests) * Int32(kv_heads)
+        self.row_tiles, self.work_tiles = Int32(1), Int32(requests) * Int32(kv_heads)
         self.ops = types.SimpleNamespace(mWorkspace=types.SimpleNamespace(shape=(Int32(64 << 20),)))
 
     def most_keys(self):
@@ -34,16 +36,16 @@ class Counts(TraceConstant):
 
 @cute.jit
 def print_plan(traits: cutlass.Constexpr, requests: Int32, kv_heads: Int32, keys: Int32, splits: Int32, ctas: Int32):
-    teams, pieces, _, _, log_cluster = plan.make_plan(Counts(traits, requests, kv_heads, keys), splits, ctas)
-    cute.printf("plan {} {} {}", teams, pieces, Int32(1) << log_cluster)
+    made = plan.make_plan(Counts(traits, requests, kv_heads, keys), splits, ctas)
+    cute.printf("plan {} {} {}", made.splits, made.pieces, Int32(1) << made.log_cluster)
 
 
 def planned(capfd, requests, kv_heads, num_keys, *, d=128, splits=0, arch=H200, facts=(("keys", "batch"),)):
-    """(teams, (pieces, CTAs of a cluster))."""
-    traits = select_decode(Problem("bfloat16", d, d, "single", **dict(facts)), 4, arch, True)
+    """(splits, (pieces, CTAs of a cluster))."""
+    traits = select_decode(problem_of("bfloat16", d, d, "single", **dict(facts)), 4, arch, True)
     print_plan(traits, requests, kv_heads, num_keys, splits, max_ctas(traits, H200))
-    _, teams, pieces, cluster = capfd.readouterr().out.split()
-    return int(teams), (int(pieces), int(cluster))
+    _, splits, pieces, cluster = capfd.readouterr().out.split()
+    return int(splits), (int(pieces), int(cluster))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +64,9 @@ def planned(capfd, requests, kv_heads, num_keys, *, d=128, splits=0, arch=H200, 
     ],
 )
 def test_the_least_turns_of_the_last_cta_decide(capfd, requests, kv_heads, keys, d, way):
-    teams, chosen = planned(capfd, requests, kv_heads, keys, d=d)
+    splits, chosen = planned(capfd, requests, kv_heads, keys, d=d)
     assert chosen == way
-    assert teams == requests * way[0] if way[0] else 0 < teams <= 132 * plan.MAX_WAVES // kv_heads
+    assert splits == requests * way[0] if way[0] else 0 < splits <= 132 * plan.MAX_WAVES // kv_heads
 
 
 @pytest.mark.parametrize(("requests", "way"), [(1, cluster_of(8)), (3, SHARES)])

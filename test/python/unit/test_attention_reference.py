@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 
 FP64 = torch.float64
 INF = math.inf

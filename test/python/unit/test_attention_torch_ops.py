@@ -22,9 +22,9 @@ from cuteforge import (
     attn_paged_prefill,
     attn_prefill,
     merge_state,
-    torch_library,
 )
-from cuteforge.gqa import reference, torch_ops
+from cuteforge.families.attention import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import attention as attn
 from helpers import budget, paged
 from helpers.stub_gpu import stub_wrappers
@@ -497,7 +497,7 @@ def test_registering_again_is_harmless():
 def test_eager_calls_skip_the_dispatcher(monkeypatch):
     launched = []
     for module in ("wrapper", "merge_api"):
-        module = importlib.import_module(f"cuteforge.gqa.{module}")
+        module = importlib.import_module(f"cuteforge.families.attention.{module}")
         monkeypatch.setattr(module, "run_op", lambda key, *_: launched.append(key[0]))
         monkeypatch.setattr(module, "call_op", None)
     for name in CASES:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cuteforge
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

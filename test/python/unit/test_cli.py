@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from cuteforge.__main__ import main
-from cuteforge.cli import attention, bench, csa, demo, doctor, rotary, timing
+from cuteforge.cli import bench, demo, doctor, timing
 from cuteforge.cli.commands import COMMANDS
-from cuteforge.cli.families import FAMILIES, Case, load
+from cuteforge.cli.families import FAMILIES, Case, attention, csa, load, rotary
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, cutlass_compat, disk_cache, env
 from helpers.process import HANGS_AFTER_S, run, start
@@ -318,7 +318,11 @@ def test_doctor_says_why_the_cache_directory_is_not_used(monkeypatch, tmp_path, 
 def test_doctor_counts_entries_and_damaged_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
     cache = disk_cache.DiskCache()
-    for builder in ("cuteforge.rotary.kernel:build", "cuteforge.csa.compressor.forward:build", "mine:build"):
+    for builder in (
+        "cuteforge.families.rotary.kernel:build",
+        "cuteforge.families.csa.compressor.forward:build",
+        "mine:build",
+    ):
         entry = cache.store({"builder": builder}, "symbol", {"kernel.o": b"code"})
     (entry.path / "kernel.o").write_bytes(b"other")
     rows = doctor.cache()

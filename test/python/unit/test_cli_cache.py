@@ -40,8 +40,8 @@ def damage(entry: disk_cache.Entry) -> None:
 
 
 def test_ls_shows_kernel_architecture_age_and_traits(store, capsys):
-    store("cuteforge.csa.compressor.forward:build", days=3)
-    store("cuteforge.rotary.kernel:build", arch="sm_80")
+    store("cuteforge.families.csa.compressor.forward:build", days=3)
+    store("cuteforge.families.rotary.kernel:build", arch="sm_80")
     assert main(["cache", "ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (forward,) = (line for line in lines if "compressor.forward" in line)
@@ -177,8 +177,8 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, text):
 @pytest.mark.parametrize(
     ("builder", "parts"),
     [
-        ("cuteforge.csa.compressor.forward:build", ("csa", "compressor.forward")),
-        ("cuteforge.gqa.kernel:build", ("gqa", "kernel")),
+        ("cuteforge.families.csa.compressor.forward:build", ("csa", "compressor.forward")),
+        ("cuteforge.families.attention.forward.kernel:build", ("gqa", "kernel")),
         ("mine:build", ("mine", "")),
         ("unknown", ("unknown", "")),
     ],

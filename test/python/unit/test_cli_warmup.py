@@ -16,8 +16,8 @@ import pytest
 from cuteforge import GQAPrefill, PagedGQADecode, RotaryEmbedding, TensorSpec
 from cuteforge.__main__ import main
 from cuteforge.cli import warmup
-from cuteforge.cli.attention import MANY_TOKENS
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
+from cuteforge.cli.families.attention import MANY_TOKENS
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch, compile_cache, disk_cache
 from helpers import process
@@ -71,8 +71,8 @@ def test_two_processes_fill_the_cache_and_a_second_run_finds_it_full(cache, conf
     assert main(command) == 0
     assert capfd.readouterr().out.count("compiled") >= 3
     assert sorted(entry.builder for entry in cache.ls()) == [
-        "cuteforge.gqa.merge:build",
-        "cuteforge.rotary.kernel:build",
+        "cuteforge.families.attention.merge.kernel:build",
+        "cuteforge.families.rotary.kernel:build",
     ]
     assert {entry.arch for entry in cache.ls()} == {"sm_90a"}
     assert cache.verify() == []

@@ -13,9 +13,9 @@ import pytest
 from cutlass import cute
 
 from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec, UnsupportedError
-from cuteforge.csa.compressor import config, window
-from cuteforge.csa.compressor.api import FLOATS
-from cuteforge.csa.compressor.config import (
+from cuteforge.families.csa.compressor import config, window
+from cuteforge.families.csa.compressor.api import FLOATS
+from cuteforge.families.csa.compressor.config import (
     WARP,
     Problem,
     Tile,
@@ -24,10 +24,10 @@ from cuteforge.csa.compressor.config import (
     why_not,
     workspace_bytes,
 )
-from cuteforge.csa.compressor.pooling import Fast
-from cuteforge.csa.compressor.row_lanes import RowLane
+from cuteforge.families.csa.compressor.pooling import Fast
+from cuteforge.families.csa.compressor.row_lanes import RowLane
+from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
-from cuteforge.tensor_spec import ITEMSIZE
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 RATIOS = range(1, config.MAX_RATIO + 1)

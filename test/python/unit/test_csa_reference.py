@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuteforge import errors
-from cuteforge.csa.compressor import reference
+from cuteforge.families.csa.compressor import reference
 from helpers.packs import PACKS, Pack, draw, offsets
 
 

@@ -18,9 +18,9 @@ from cuteforge import (
     UnsupportedError,
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
-    torch_library,
 )
-from cuteforge.csa.compressor import reference, torch_ops
+from cuteforge.families.csa.compressor import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import budget, csa, process
 from helpers.packs import Pack
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits
@@ -246,12 +246,12 @@ def test_registering_again_is_harmless():
 
 IMPORT_TWICE = """
 import gc, sys, torch
-from cuteforge.csa import compressor
+from cuteforge.families.csa import compressor
 for name in [name for name in sys.modules if name.startswith("cuteforge")]:
     del sys.modules[name]
 del compressor, name
 gc.collect()
-from cuteforge.csa import compressor
+from cuteforge.families.csa import compressor
 table = torch.tensor([0, 8], dtype=torch.int32)
 tokens = torch.zeros(8, 4, requires_grad=True)
 torch.ops.cuteforge.csa_compressor_forward(tokens, tokens, torch.zeros(4, 4), table, table // 4, 2, 4, 2).sum().backward()
@@ -291,7 +291,7 @@ def test_wrapper_names_what_is_no_tensor_when_a_graph_is_recorded():
 
 
 def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
-    wrapper = importlib.import_module("cuteforge.csa.compressor.wrapper")
+    wrapper = importlib.import_module("cuteforge.families.csa.compressor.wrapper")
     x = draw()
     launched = []
     monkeypatch.setattr(wrapper, "run_op", lambda key, *_: launched.append(key[0]))

@@ -91,7 +91,7 @@ def test_every_relative_link_resolves(page):
 
 @each_page
 def test_every_path_of_the_sources_in_the_docs_exists(page):
-    """`runtime/env.py`, `csa/compressor/api.py:CSACompressorForward`: files and the names in them."""
+    """`runtime/env.py`, `families/csa/compressor/api.py:CSACompressorForward`: files and the names in them."""
     wrong = []
     for path, name in re.findall(r"`([\w/]+/\w+\.py)(?::([\w.]+))?", page.read_text()):
         candidates = [base / path for base in (ROOT, ROOT / "python" / "cuteforge", ROOT / "python", page.parent)]

@@ -23,9 +23,9 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 PUBLIC = sorted(set(cuteforge.__all__) - {"__version__"})
 # What public functions take and give beside public names.
 OTHERS = (
-    "cuteforge.api_base.Sample",
+    "cuteforge.op.base.Sample",
     "cuteforge.backends.interface.Request",
-    "cuteforge.backends.kv_cache.Batch",
+    "cuteforge.serving.kv_cache.Batch",
     "cuteforge.backends.selection.Decision",
     "cuteforge.backends.selection.Verdict",
     "cuteforge.integrations.transformers.register",

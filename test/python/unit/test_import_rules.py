@@ -11,22 +11,27 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "python" / "cuteforge"
-FAMILIES = ("gqa", "rotary", "csa")
 LAYERS = (
     "errors",
     "arguments",
-    "tensor_spec",
     "runtime",
     "device",
-    "api_base",
-    "op_cache",
-    "known_calls",
-    "torch_library",
-    FAMILIES,
+    "op.signature",
+    "op.alike",
+    "op.allocate",
+    "op.launch",
+    "op.base",
+    "op.cache",
+    "op.recall",
+    "op.torch_library",
+    ("families.attention", "families.rotary", "families.csa"),
+    "serving",
     "backends",
     ("integrations", "cli"),
     "__main__",
 )
+# Folders whose parts have places of their own.
+SPLIT = ("op", "families")
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in ([layer] if isinstance(layer, str) else layer)}
 IMPORT_BUDGET_MS = 50
 # What the package must not touch when imported.
@@ -59,9 +64,10 @@ def typing_lines(tree: ast.AST) -> set[int]:
 
 
 def room_of(dotted: str) -> str | None:
-    """Top folder or file below the package; None for another package and for the package's own `__init__`."""
+    """The place of a module in the arrow; None for another package and for the package's own `__init__`."""
     parts = dotted.split(".")
-    return parts[1] if parts[0] == "cuteforge" and len(parts) > 1 and parts[1] in RANK else None
+    room = ".".join(parts[1:3] if len(parts) > 1 and parts[1] in SPLIT else parts[1:2])
+    return room if parts[0] == "cuteforge" and room in RANK else None
 
 
 def kernel_modules(trees: dict[str, ast.AST], packages: set[str]) -> set[str]:
@@ -95,7 +101,7 @@ def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str |
         return None
     if module == "cuteforge":
         return "the package imports by name, lazily" if other or top in HEAVY else None
-    if top == "torch" and room in ("errors", "tensor_spec", "device"):
+    if top == "torch" and room in ("errors", "arguments", "op.signature", "device"):
         return f"{room} knows no torch"
     if top == "cutlass" and module not in kernels and room != "runtime":
         return "only kernel files, device/ and runtime/ use cutlass"
@@ -117,24 +123,31 @@ def test_no_import_runs_against_the_arrow():
 
 
 def test_every_room_has_a_place_in_the_arrow():
-    rooms = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("**/*.py")))}
-    assert rooms - {"__init__"} <= set(RANK)
+    rooms = {p.stem for p in _modules(PACKAGE)} - set(SPLIT)
+    rooms |= {f"{folder}.{p.stem}" for folder in SPLIT for p in _modules(PACKAGE / folder)}
+    assert rooms == set(RANK)
+
+
+def _modules(folder: Path) -> list[Path]:
+    """Files and folders of Python in a folder, but for its `__init__`."""
+    found = [p for p in folder.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("**/*.py")))]
+    return [p for p in found if p.stem != "__init__"]
 
 
 @pytest.mark.parametrize(
     ("path", "line", "why"),
     [
         ("errors.py", "import torch", "no torch"),
-        ("tensor_spec.py", "def f():\n    import torch", "no torch"),
-        ("runtime/env.py", "def f():\n    from cuteforge.csa import api", "lies above"),
-        ("runtime/env.py", "from ..api_base import APIBase", "lies above"),
-        ("device/copy.py", "from cuteforge.csa.api import x", "lies above"),
-        ("csa/api.py", "from cuteforge.rotary.api import x", "one layer"),
-        ("csa/api.py", "import cuteforge.backends.csa", "lies above"),
-        ("csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
-        ("csa/api.py", "def f():\n    import cutlass", "only kernel files"),
-        ("csa/api.py", "from cuteforge.device import copy", "compile cache only"),
-        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.csa import api", "lies above"),
+        ("op/signature.py", "def f():\n    import torch", "no torch"),
+        ("runtime/env.py", "def f():\n    from cuteforge.families.csa import api", "lies above"),
+        ("runtime/env.py", "from ..op.base import APIBase", "lies above"),
+        ("device/copy.py", "from cuteforge.families.csa.api import x", "lies above"),
+        ("families/csa/api.py", "from cuteforge.families.rotary.api import x", "one layer"),
+        ("families/csa/api.py", "import cuteforge.backends.csa", "lies above"),
+        ("families/csa/api.py", "def f():\n    from . import kernel", "compile cache only"),
+        ("families/csa/api.py", "def f():\n    import cutlass", "only kernel files"),
+        ("families/csa/api.py", "from cuteforge.device import copy", "compile cache only"),
+        ("runtime/env.py", "if TYPE_CHECKING:\n    from cuteforge.families.csa import api", "lies above"),
         ("errors.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "no torch"),
         ("__init__.py", "if not TYPE_CHECKING:\n    import torch", "lazily"),
         ("__init__.py", "from cuteforge.errors import ContractError", "lazily"),
@@ -143,7 +156,12 @@ def test_every_room_has_a_place_in_the_arrow():
 def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
     root = tmp_path / "cuteforge"
     kernel = "import cutlass\nfrom cuteforge.device.copy import y\n"
-    files = {"csa/kernel.py": kernel, "csa/api.py": "", "device/copy.py": "import cutlass\n", path: line}
+    files = {
+        "families/csa/kernel.py": kernel,
+        "families/csa/api.py": "",
+        "device/copy.py": "import cutlass\n",
+        path: line,
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -153,7 +171,8 @@ def test_the_walk_sees_each_kind_of_violation(tmp_path, path, line, why):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("__init__.py", "cuteforge.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")]
+    ("path", "name"),
+    [("__init__.py", "cuteforge.families.csa.api.x"), ("__init__.py", "torch"), ("errors.py", "torch")],
 )
 def test_imports_for_type_checkers_cost_nothing_and_are_allowed(tmp_path, path, name):
     root = tmp_path / "cuteforge"

@@ -5,10 +5,10 @@ import types
 import pytest
 import torch
 
-from cuteforge import known_calls
-from cuteforge.gqa.op import Arrangement
-from cuteforge.known_calls import Call, Result
-from cuteforge.tensor_spec import Operand, Signature
+from cuteforge.families.attention.base import Arrangement
+from cuteforge.op import recall
+from cuteforge.op.recall import Call, Result
+from cuteforge.op.signature import Operand, Signature
 
 NAMES = ("q", "k", "v", "out", "mask")
 
@@ -28,8 +28,8 @@ class Entry:
 @pytest.fixture
 def raw_stream(monkeypatch):
     """A stream, and no current GPU: a torch built with CUDA asks the driver for one, and there may be no driver."""
-    monkeypatch.setattr("cuteforge.api_base.raw_stream", lambda device: 77)
-    monkeypatch.setattr("cuteforge.known_calls.current_device", lambda: None)
+    monkeypatch.setattr("cuteforge.op.base.raw_stream", lambda device: 77)
+    monkeypatch.setattr("cuteforge.op.recall.current_device", lambda: None)
 
 
 CPU = torch.device("cpu")
@@ -127,30 +127,30 @@ KEY = ("a test",)
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    known_calls.forget()
+    recall.forget()
     yield
-    known_calls.forget()
+    recall.forget()
 
 
 def test_a_call_is_served_on_tensors_like_those_that_were_kept(raw_stream):
     entry = Entry()
-    assert known_calls.serve(KEY, tensors()) is None
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
-    (out,) = known_calls.serve(KEY, tensors())
+    assert recall.serve(KEY, tensors()) is None
+    recall.keep(KEY, tensors(), lambda: call_of(entry))
+    (out,) = recall.serve(KEY, tensors())
     assert out.shape == (2, 1, 4, 8) and len(entry.calls) == 1
-    assert known_calls.serve(KEY, tensors(keys=7)) is None and len(entry.calls) == 1
+    assert recall.serve(KEY, tensors(keys=7)) is None and len(entry.calls) == 1
 
 
 def test_extents_that_may_vary_do_and_no_other(raw_stream):
     entry = Entry()
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry, varying={"k": 1, "v": 1}))
-    assert known_calls.serve(KEY, tensors(keys=700)) is not None
+    recall.keep(KEY, tensors(), lambda: call_of(entry, varying={"k": 1, "v": 1}))
+    assert recall.serve(KEY, tensors(keys=700)) is not None
     by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(keys=9)]
-    assert known_calls.serve(KEY, (tensors()[0], *by_head[1:])) is not None
+    assert recall.serve(KEY, (tensors()[0], *by_head[1:])) is not None
     q, k, v = tensors()
-    assert known_calls.serve(KEY, (q, k[:, :, :1], v)) is None
-    assert known_calls.serve(KEY, (q[:1], k, v)) is None
-    assert known_calls.serve(KEY, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)) is None
+    assert recall.serve(KEY, (q, k[:, :, :1], v)) is None
+    assert recall.serve(KEY, (q[:1], k, v)) is None
+    assert recall.serve(KEY, (q, k.transpose(2, 3).contiguous().transpose(2, 3), v)) is None
     assert len(entry.calls) == 2
 
 
@@ -161,29 +161,29 @@ def test_extents_that_must_agree_are_compared(raw_stream):
         return v.shape[1] == k.shape[1]
 
     facts = {"agree": same_length, "agreeing": ("v", "k"), "varying": {"k": 1, "v": 1}}
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry, **facts))
+    recall.keep(KEY, tensors(), lambda: call_of(entry, **facts))
     q, k, v = tensors()
-    assert known_calls.serve(KEY, (q, k, v[:, :3])) is None and not entry.calls
-    assert known_calls.serve(KEY, (q, k[:, :3], v[:, :3])) is not None
+    assert recall.serve(KEY, (q, k, v[:, :3])) is None and not entry.calls
+    assert recall.serve(KEY, (q, k[:, :3], v[:, :3])) is not None
 
 
 def test_calls_with_other_tensors_given_are_other_calls(raw_stream):
     """One key serves all: None stands for a tensor that was not given."""
     entry, (q, k, v) = Entry(), tensors()
     op = op_of(entry, ("q", "k", "v", "out"))
-    known_calls.keep(KEY, (q, k, v, None), lambda: Call(op, ("q", "k", "v", None), [OUT], CPU))
-    assert known_calls.serve(KEY, (q, k, v, q)) is None and known_calls.serve(KEY, (q, k, None, None)) is None
-    known_calls.keep(KEY, (q, k, v, q), lambda: Call(op, ("q", "k", "v", "out"), [], CPU, returned=("out",)))
-    (out,) = known_calls.serve(KEY, (q, k, v, q))
-    assert out is q and known_calls.serve(KEY, (q, k, v, torch.zeros_like(q))) is None
-    (out,) = known_calls.serve(KEY, (q, k, v, None))
+    recall.keep(KEY, (q, k, v, None), lambda: Call(op, ("q", "k", "v", None), [OUT], CPU))
+    assert recall.serve(KEY, (q, k, v, q)) is None and recall.serve(KEY, (q, k, None, None)) is None
+    recall.keep(KEY, (q, k, v, q), lambda: Call(op, ("q", "k", "v", "out"), [], CPU, returned=("out",)))
+    (out,) = recall.serve(KEY, (q, k, v, q))
+    assert out is q and recall.serve(KEY, (q, k, v, torch.zeros_like(q))) is None
+    (out,) = recall.serve(KEY, (q, k, v, None))
     assert out is not q and len(entry.calls) == 2
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
 def test_what_the_entry_refuses_is_left_to_the_wrapper(raw_stream, error):
-    known_calls.keep(KEY, tensors(), lambda: call_of(Entry(error("misaligned"))))
-    assert known_calls.serve(KEY, tensors()) is None
+    recall.keep(KEY, tensors(), lambda: call_of(Entry(error("misaligned"))))
+    assert recall.serve(KEY, tensors()) is None
 
 
 @pytest.mark.parametrize(
@@ -191,31 +191,31 @@ def test_what_the_entry_refuses_is_left_to_the_wrapper(raw_stream, error):
 )
 def test_nothing_is_served_this_way_where_the_environment_asks_for_more(raw_stream, monkeypatch, variable):
     entry = Entry()
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
+    recall.keep(KEY, tensors(), lambda: call_of(entry))
     monkeypatch.setenv(variable, "1")
-    assert known_calls.serve(KEY, tensors()) is None and not entry.calls
+    assert recall.serve(KEY, tensors()) is None and not entry.calls
 
 
 def test_an_option_that_cannot_be_hashed_is_no_key():
     key = ("a test", [1])
-    known_calls.keep(key, tensors(), lambda: call_of(Entry()))
-    assert known_calls.serve(key, tensors()) is None
+    recall.keep(key, tensors(), lambda: call_of(Entry()))
+    assert recall.serve(key, tensors()) is None
 
 
 def test_a_length_is_handed_to_who_allocates(raw_stream):
     entry = Entry()
     call = Call(op_of(entry, ("q", "out")), ("q",), [Result("out", (None, 8), torch.float32)], CPU)
-    known_calls.keep(KEY, tensors()[:1], lambda: call)
-    (out,) = known_calls.serve(KEY, tensors()[:1], 5)
+    recall.keep(KEY, tensors()[:1], lambda: call)
+    (out,) = recall.serve(KEY, tensors()[:1], 5)
     assert out.shape == (5, 8) and entry.calls[0][1] is out
 
 
 def test_a_call_under_torch_compile_or_forward_mode_is_not_served(raw_stream):
     entry = Entry()
-    known_calls.keep(KEY, tensors(), lambda: call_of(entry))
+    recall.keep(KEY, tensors(), lambda: call_of(entry))
     with torch.autograd.forward_ad.dual_level():
-        assert known_calls.serve(KEY, tensors()) is None
-    compiled = torch.compile(lambda *x: known_calls.serve(KEY, x) is None, backend="eager", fullgraph=True)
+        assert recall.serve(KEY, tensors()) is None
+    compiled = torch.compile(lambda *x: recall.serve(KEY, x) is None, backend="eager", fullgraph=True)
     assert compiled(*tensors()) and not entry.calls
 
 
@@ -223,14 +223,14 @@ def test_tensors_that_require_grad_are_served_without_a_graph_only(raw_stream):
     q, k, v = tensors()
     q.requires_grad_()
     with torch.no_grad():
-        known_calls.keep(KEY, (q, k, v), lambda: call_of(Entry()))
-        assert known_calls.serve(KEY, (q, k, v)) is not None
-    assert known_calls.serve(KEY, (q, k, v)) is None
+        recall.keep(KEY, (q, k, v), lambda: call_of(Entry()))
+        assert recall.serve(KEY, (q, k, v)) is not None
+    assert recall.serve(KEY, (q, k, v)) is None
 
 
 def test_one_tensor_as_keys_and_values(raw_stream):
     """A guard of torch takes no tensor twice."""
     entry, (q, k, v) = Entry(), tensors()
-    known_calls.keep(KEY, (q, k, k), lambda: call_of(entry))
-    assert known_calls.serve(KEY, (q, v, v)) is not None
-    assert known_calls.serve(KEY, (q, k, v)) is None and len(entry.calls) == 1
+    recall.keep(KEY, (q, k, k), lambda: call_of(entry))
+    assert recall.serve(KEY, (q, v, v)) is not None
+    assert recall.serve(KEY, (q, k, v)) is None and len(entry.calls) == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cuteforge import ContractError, RotaryEmbedding, TensorSpec, UnsupportedError, rotary_qk_wrapper, rotary_wrapper
-from cuteforge.rotary.config import MAX_HEAD_DIM
+from cuteforge.families.rotary.config import MAX_HEAD_DIM
 
 T, B, L, H, HK, D, HALF, MAX_POS = 12, 2, 6, 4, 2, 64, 16, 100
 RANKS = {3: (T,), 4: (B, L)}

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuteforge.rotary import reference
-from cuteforge.rotary.table import rotary_table
+from cuteforge.families.rotary import reference
+from cuteforge.families.rotary.table import rotary_table
 
 FP64 = torch.float64
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cuteforge import ContractError, UnsupportedError
-from cuteforge.rotary import table
-from cuteforge.rotary.table import (
+from cuteforge.families.rotary import table
+from cuteforge.families.rotary.table import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,

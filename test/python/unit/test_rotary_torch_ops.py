@@ -18,9 +18,9 @@ from cuteforge import (
     rotary_emb,
     rotary_qk_wrapper,
     rotary_wrapper,
-    torch_library,
 )
-from cuteforge.rotary import reference, torch_ops
+from cuteforge.families.rotary import reference, torch_ops
+from cuteforge.op import torch_library
 from helpers import budget, rotary
 from helpers.stub_gpu import stub_wrappers
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits
@@ -493,7 +493,7 @@ def test_wrappers_name_what_is_no_tensor_when_a_graph_is_recorded(cpu_as_gpu):
 
 
 def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
-    wrapper = importlib.import_module("cuteforge.rotary.wrapper")
+    wrapper = importlib.import_module("cuteforge.families.rotary.wrapper")
     x = draw(BY_TOKEN)
     launched = []
     monkeypatch.setattr(wrapper, "run_op", lambda key, *_: launched.append(key[-2]))

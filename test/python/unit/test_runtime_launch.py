@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op.launch import bound_launch, entry_of, translate_error
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import Kernel, KernelKey
-from cuteforge.runtime.launch import bound_launch, entry_of, translate_error
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuteforge.runtime.seen import ANY_SHAPE, Seen
+from cuteforge.op.alike import ANY_SHAPE, Seen
 
 
 def tensors():
@@ -178,5 +178,5 @@ def test_extents_that_vary_may_have_to_agree():
 
 
 def test_a_torch_without_guards_keeps_nothing(monkeypatch):
-    monkeypatch.setattr("cuteforge.runtime.seen.TensorGuards", None)
+    monkeypatch.setattr("cuteforge.op.alike.TensorGuards", None)
     assert not Seen().is_due()

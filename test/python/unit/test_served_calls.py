@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cuteforge as cf
-from cuteforge import known_calls
+from cuteforge.op import recall
 from helpers.stub_gpu import stub_wrappers
 
 BF16, I32 = torch.bfloat16, torch.int32
@@ -125,8 +125,8 @@ def described(args, tensors):
 @pytest.mark.parametrize("case", CASES)
 def test_a_served_call_hands_over_what_any_call_does(case, launches, monkeypatch):
     wrapper, draw = CASES[case]
-    served, serve = [], known_calls.serve
-    monkeypatch.setattr(known_calls, "serve", lambda *args: served.append(result := serve(*args)) or result)
+    served, serve = [], recall.serve
+    monkeypatch.setattr(recall, "serve", lambda *args: served.append(result := serve(*args)) or result)
     wrapper(**draw(24))
     assert served == [None] and len(launches) == 1
     for n in (24, 31):
@@ -136,7 +136,7 @@ def test_a_served_call_hands_over_what_any_call_does(case, launches, monkeypatch
         got = wrapper(**tensors)
         assert served[-1] is not None
         counted = {name: tensors[name]._version - version for name, version in versions.items()}
-        known_calls.forget()
+        recall.forget()
         want = wrapper(**tensors)
         quick, slow = (described(args, tensors) for args in launches)
         assert quick == slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cuteforge.backends.compressor
-import cuteforge.gqa.torch_ops  # noqa: F401
+import cuteforge.families.attention.torch_ops  # noqa: F401
 from cuteforge import rotary_table
 from helpers import budget
 

@@ -31,7 +31,7 @@ MARK = "# wrong"
 PUBLIC = sorted(set(cuteforge.__all__) - {"__version__"})
 # Types that a public function takes, gives, or hands to a backend, and that are not public names themselves.
 NEIGHBOURS = {
-    "Batch": "cuteforge.backends.kv_cache",
+    "Batch": "cuteforge.serving.kv_cache",
     "Decision": "cuteforge.backends.selection",
     "Request": "cuteforge.backends.interface",
     "Verdict": "cuteforge.backends.selection",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cuteforge import ContractError, merge_state
-from cuteforge.gqa import reference
+from cuteforge.families.attention import reference
 from helpers import attention as attn
 from helpers import budget
 from helpers.canary import strided_copy

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cuteforge import attn_prefill, gqa_prefill_wrapper
-from cuteforge.gqa import op
+from cuteforge.families.attention import base as op
 from helpers import attention as attn
 from helpers import budget
 from helpers.canary import Canary

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cuteforge import CSACompressorBackward, csa_compressor_backward_wrapper
-from cuteforge.csa.compressor import reference
+from cuteforge.families.csa.compressor import reference
 from helpers import budget, csa, csa_inputs, gpu
 from helpers.canary import Canary, padded_copy
 from helpers.packs import Pack

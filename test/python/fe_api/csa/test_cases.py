@@ -15,7 +15,7 @@ from cuteforge import (
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
 )
-from cuteforge.csa.compressor import reference
+from cuteforge.families.csa.compressor import reference
 from helpers import budget, csa, process
 from helpers.canary import Canary, padded_copy
 from helpers.gpu import captured, moved

@@ -7,8 +7,8 @@ no dependent launch.
 import pytest
 import torch
 
-from cuteforge.csa.compressor import config as tiles
-from cuteforge.csa.compressor import reference
+from cuteforge.families.csa.compressor import config as tiles
+from cuteforge.families.csa.compressor import reference
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey, load_kernel
 from cuteforge.runtime.streams import raw_stream
@@ -16,7 +16,10 @@ from helpers import csa
 from helpers.canary import Canary
 from helpers.packs import Pack
 
-BUILDERS = {False: "cuteforge.csa.compressor.forward:build", True: "cuteforge.csa.compressor.backward:build"}
+BUILDERS = {
+    False: "cuteforge.families.csa.compressor.forward:build",
+    True: "cuteforge.families.csa.compressor.backward:build",
+}
 CASES = (
     ("sm_89", csa.Config(256, 2, 40, torch.float32, "one slot of a split window, half of the lanes")),
     ("sm_89", csa.Config(16, 2, 96, torch.float32, "one slot of a whole window")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cuteforge import ContractError, RotaryEmbedding, rotary_emb, rotary_qk_wrapper, rotary_table, rotary_wrapper
-from cuteforge.rotary import reference
+from cuteforge.families.rotary import reference
 from helpers import budget, gpu, process, rotary
 from helpers.canary import Canary, Slices
 

@@ -1,0 +1,1 @@
+"""The kernel families: attention, compressed sparse attention, rotary embedding."""

@@ -1,0 +1,224 @@
+"""What the portable forward kernel is compiled for, and the choice of its tiles. Pure Python: no torch, no cutlass.
+
+A work tile is one KV head of one request with some of the query rows that read it: the heads of its group times the
+query tokens, packed token by token. Row blocks of 16 fill the left side of the matrix instructions. The warps of a CTA
+form a grid, `row_warps` along the rows and `key_warps` along the keys: warps of one place along the keys share a ring,
+and take every `key_warps`-th tile of keys. Decode has many warps along the keys, prefill one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cuteforge.device.swizzled_rows import ALIGNMENT
+from cuteforge.errors import UnsupportedError
+from cuteforge.families.attention.keys.ring_shape import RingShape
+from cuteforge.families.attention.problem import Problem
+from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, max_ctas, why_not
+from cuteforge.runtime.arch import Arch
+
+SMEM_ALIGNMENT = ALIGNMENT
+PARTS = 2  # unfinished row tiles of a CTA: one that began before its share, one that goes on after it
+MAX_WAVES = 4
+MAX_WORKSPACE_BYTES = 64 * 2**20
+MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
+# Requests of unlike lengths, up to so many keys: a CTA reads them sooner than a second kernel, which joins parts, is
+# launched (about 2 us).
+MAX_WHOLE_KEYS = 256
+LARGE_SMEM_BYTES = 160 * 1024  # of a CTA: A100, Hopper, B200
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a CTA works on a work tile.
+
+    Attributes:
+        m_blocks: row blocks of a warp.
+        row_warps: warps along the rows.
+        key_warps: warps along the keys.
+        tile_n: keys that a warp takes at a time.
+        num_stages: tiles of a ring.
+        queries_in_smem: whether query rows, `4 * m_blocks * D / 16` registers a lane, are read from shared memory for
+            every tile of keys instead. Where they fit registers that cost 20 % (H200, prefill, D = 256).
+    """
+
+    m_blocks: int
+    row_warps: int
+    key_warps: int
+    tile_n: int
+    num_stages: int
+    ctas_per_sm: int
+    queries_in_smem: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a CTA."""
+        return ROW_BLOCK * self.m_blocks * self.row_warps
+
+    @property
+    def num_warps(self) -> int:
+        return self.row_warps * self.key_warps
+
+    @property
+    def granule_keys(self) -> int:
+        """Keys of a granule, the tiles that all key warps take at once."""
+        return self.key_warps * self.tile_n
+
+
+@dataclass(frozen=True)
+class Traits(WorkTraits):
+    """The compile key: everything that the trace reads.
+
+    Attributes:
+        splits: whether several CTAs may share the keys of a work tile and leave partial results, which a second kernel
+            joins.
+        dependent_launch: a kernel may start before the one it waits for has ended (sm_90 and up).
+        cluster: the most CTAs that share a work tile and join through each other's shared memory (sm_90 and up).
+    """
+
+    splits: bool = False
+    dependent_launch: bool = False
+    cluster: int = 0
+
+    builder: ClassVar[str] = "cuteforge.families.attention.forward.kernel:build"
+
+    @property
+    def ring(self) -> RingShape:
+        """The ring of the warps of one place along the keys."""
+        tile = self.tile
+        return RingShape(self.row_bytes, tile.tile_n, tile.num_stages, tile.row_warps)
+
+    @property
+    def reads_keys_once(self) -> bool:
+        return self.tile.key_warps > 1
+
+    @property
+    def lookups_ahead(self) -> int:
+        """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200,
+        128 requests of 1024 keys in pages of one token: 163 us, 168 with one, 161 with three, which gained nothing
+        elsewhere)."""
+        return 2 if self.problem.is_paged and self.tile.key_warps > 1 and self.problem.widest <= 128 else 1
+
+    @property
+    def join_pitch(self) -> int:
+        """fp32 elements from row to row where the results of the key warps meet."""
+        return self.problem.v_dim + 4
+
+    @property
+    def join_bytes(self) -> int:
+        """Shared memory in which the results of the key warps meet: a matrix and three numbers a row from each."""
+        tile = self.tile
+        return tile.key_warps * tile.tile_m * (self.join_pitch + 3) * 4 if tile.key_warps > 1 else 0
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory for the query rows, after the rings."""
+        return self.tile.tile_m * self.ring.rows[0].pitch_bytes if self.tile.queries_in_smem else 0
+
+    @property
+    def streams_bytes(self) -> int:
+        """Shared memory for the rings, used again where the results meet."""
+        return max(self.tile.key_warps * self.ring.bytes, self.join_bytes)
+
+    @property
+    def part_bytes(self) -> int:
+        """Shared memory for the rows that a CTA of a cluster joins, after the query rows: their parts, the log-sum-exps of these, a barrier."""
+        return self.tile.tile_m * (self.join_pitch + 1) * 4 + 8 if self.cluster else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.streams_bytes + self.query_bytes + self.part_bytes + SMEM_ALIGNMENT
+
+    @property
+    def keeps_sums(self) -> bool:
+        return self.problem.has_lse or self.splits
+
+
+def workspace_bytes(traits: Traits, arch: Arch) -> int:
+    """Workspace for the parts of as many CTAs as are ever launched to share units."""
+    return min(MAX_WAVES * max_ctas(traits, arch) * cta_workspace_bytes(traits), MAX_WORKSPACE_BYTES)
+
+
+def cta_workspace_bytes(traits: Traits) -> int:
+    """Workspace of one CTA: fp32 rows and their log-sum-exps."""
+    return PARTS * traits.tile.tile_m * (traits.problem.v_dim + 1) * 4
+
+
+def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool) -> Traits:
+    """Traits for a few query rows a KV head: G * L of them.
+
+    Raises:
+        UnsupportedError: no tile fits the GPU's shared memory.
+    """
+    return _first_that_fits(problem, _decode_tile(problem, rows, arch), arch, splits)
+
+
+def select_prefill(problem: Problem, arch: Arch) -> Traits:
+    """Traits for many query rows."""
+    return _first_that_fits(problem, _prefill_tile(problem, arch), arch, False)
+
+
+def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> Traits:
+    is_new = splits and arch.major >= 9
+    refusals = []
+    for candidate in _relaxed(tile):
+        for cluster in (MAX_CLUSTER, 0) if is_new else (0,):
+            traits = Traits(problem, candidate, splits=splits, dependent_launch=is_new, cluster=cluster)
+            refusal = why_not(traits, arch)
+            if refusal is None:
+                return traits
+            refusals.append(refusal)
+    raise UnsupportedError(f"q: D = {problem.head_dim} does not fit {arch.name}: {refusals[-1]}")
+
+
+def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
+    """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps.
+
+    One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us
+    against 278): fewer streams, each of them longer.
+
+    Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its
+    products (H200, 64 requests of 4096 keys: pages of 16 264 us against 267, of 1 267 against 297).
+    """
+    if rows <= ROW_BLOCK and problem.is_paged and problem.widest <= 128 and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES:
+        return Tile(1, 1, 4, 32, 2 if problem.widest > 64 else 4, 1)
+    blocks, in_smem = -(-rows // ROW_BLOCK), problem.widest > 192 and _lacks_registers(problem, arch)
+    if blocks == 1:
+        return Tile(1, 1, 4, 16, 3 if problem.widest > 128 else 4, 1, in_smem)
+    return Tile(1, 2, 4, 16, 3, 1, in_smem) if blocks == 2 else Tile(1, 4, 2, 16, 3, 1, in_smem)
+
+
+def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
+    """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
+    widest, lacks_registers = problem.widest, _lacks_registers(problem, arch)
+    if widest > 128:
+        in_smem = widest > 192 and (lacks_registers or problem.has_options or problem.has_lse)
+        return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, in_smem)
+    if widest > 64:
+        return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)
+    return Tile(2, 4, 1, 32 if lacks_registers else 64, 2, 2)
+
+
+def _lacks_registers(problem: Problem, arch: Arch) -> bool:
+    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the assembler needs more of them."""
+    return problem.mask_rank > 0 or arch.major >= 10
+
+
+def _relaxed(tile: Tile) -> Iterator[Tile]:
+    """`tile`, then what takes less and less shared memory."""
+    while True:
+        yield tile
+        if tile.ctas_per_sm > 1:
+            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
+        elif tile.num_stages > 2:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.key_warps > 2:
+            tile = replace(tile, key_warps=tile.key_warps // 2)
+        elif tile.tile_n > 16:
+            tile = replace(tile, tile_n=tile.tile_n // 2)
+        elif tile.row_warps > 1:
+            tile = replace(tile, row_warps=tile.row_warps // 2)
+        else:
+            return

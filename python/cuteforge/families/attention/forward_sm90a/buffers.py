@@ -1,0 +1,73 @@
+"""Shared memory of a CTA: buffers of queries, keys and values, and what each work tile is."""
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from cuteforge.device.copy import smem_words
+from cuteforge.device.stages_sm90 import BARRIERS, Stages
+from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.forward_sm90a.config import (
+    COPY_WARPS,
+    FIELDS_BYTES,
+    SMEM_ALIGNMENT,
+    TOKEN_WARPS,
+    WarpgroupTraits,
+)
+from cuteforge.families.attention.work.tile import TileFields, WorkTile
+from cuteforge.runtime.arch import WARP
+
+KEYS, VALUES = 0, 1  # of `Buffers.tokens`
+NO_WORK = -1  # in place of a request: there is nothing left to do
+
+
+class Buffers(TraceConstant):
+    """Shared memory of a CTA."""
+
+    def __init__(self, traits: WarpgroupTraits):
+        self.traits = traits
+        smem = cutlass.memory.SmemAllocator()
+        address = smem.allocate(traits.buffer_bytes, byte_alignment=SMEM_ALIGNMENT).toint()
+        self.fields = smem.allocate(traits.query_stages * FIELDS_BYTES + traits.ahead_bytes, byte_alignment=16).toint()
+        barriers = smem.allocate_tensor(Int64, cute.make_layout(traits.num_barriers)).iterator
+        rings = []
+        for size, num_stages in traits.rings:
+            rings.append(Stages(address, size, num_stages, barriers))
+            address, barriers = address + num_stages * size, barriers + BARRIERS * num_stages
+        self.queries, *self.tokens = rings
+        self.loaded = barriers  # counts the values of a tile that are loaded before the rest of it becomes zeros
+
+    def ahead(self, warp):
+        """Where a copying warp keeps the fields of the next work tiles; None where it need not."""
+        traits = self.traits
+        first = self.fields + traits.query_stages * FIELDS_BYTES
+        return first + warp * (traits.ahead_bytes // COPY_WARPS) if traits.ahead_bytes else None
+
+    @cute.jit
+    def init(self, by_tma):
+        """By one thread.
+
+        Args:
+            by_tma: as in `Loads`.
+        """
+        readers = self.traits.tile.multiplying_warps
+        # one more arrival says that the fields are written
+        self.queries.init((COPY_WARPS - TOKEN_WARPS if by_tma else COPY_WARPS) * WARP + 1, readers)
+        for stages in self.tokens:
+            stages.init(1 if by_tma else COPY_WARPS // 2 * WARP, readers)
+        cute.arch.mbarrier_init(self.loaded, 1)
+        cute.arch.mbarrier_init_fence()
+
+    def tell(self, stage, work: WorkTile | None) -> None:
+        """By one thread: write what the work tile is, or that there is none, before its queries count as there."""
+        fields = (Int32(NO_WORK),) if work is None else work.fields()
+        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
+        for i, value in enumerate(fields):
+            words[i] = Uint32(value)
+        cute.arch.mbarrier_arrive(self.queries.full(stage))
+
+    def told(self, stage) -> list:
+        """The fields of a work tile, for all lanes of a warp."""
+        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
+        fields = [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))]
+        cute.arch.sync_warp()  # every lane has read them before lane 0 releases the stage
+        return fields

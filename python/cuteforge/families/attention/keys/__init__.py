@@ -1,0 +1,1 @@
+"""Where keys and values come from, and their way to shared memory."""

@@ -1,0 +1,1 @@
+"""Joining partial results of attention."""

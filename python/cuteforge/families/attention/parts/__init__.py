@@ -1,0 +1,1 @@
+"""What the attention kernels have in common between the products: masks, scores, softmax, results."""

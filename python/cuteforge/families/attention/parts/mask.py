@@ -1,0 +1,90 @@
+"""Which scores count: limits by length, causality and windows, and boolean masks."""
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from cuteforge.device.copy import gmem_run
+from cuteforge.device.math import NEG_INF, keep, select
+from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.parts.softmax import HALVES
+from cuteforge.families.attention.work.tile import WorkTile
+
+
+class ScoreMask(TraceConstant):
+    """Sets the scores that do not count to -inf.
+
+    Args:
+        rows: a lane's packed rows, by block and half.
+    """
+
+    def __init__(self, work: WorkTile, rows: list, lane):
+        self.traits, self.work = work.traits, work
+        self.first_col = lane % 4 * 2
+        self.rows = rows
+        # Tiles that end at or before this key, and those that start at or after the other, need no limit.
+        self.full_below = work.keys_end(work.first_row)
+        self.full_from = work.keys_begin(work.last_row())
+
+    @cute.jit
+    def apply(self, rS: cute.Tensor, tile: Int32):
+        """Mask the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4)."""
+        first = tile * self.traits.tile.tile_n
+        if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+            self._set(rS, first)
+        elif self._crosses_limit(first):
+            self._set(rS, first)
+
+    def _crosses_limit(self, first):
+        crosses = first + self.traits.tile.tile_n > self.full_below
+        return crosses | (first < self.full_from) if self.traits.problem.has_left else crosses
+
+    @cute.jit
+    def _set(self, rS: cute.Tensor, first: Int32):
+        for block in cutlass.range_constexpr(rS.shape[0]):
+            for half in cutlass.range_constexpr(HALVES):
+                # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room
+                # for.
+                row = self.rows[block][half]
+                limit = self.work.keys_end(row) - (first + self.first_col)
+                begin = self.work.keys_begin(row) - (first + self.first_col)
+                kept = Int32(-1)
+                if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+                    kept = MaskRow(self.work, row).bits(first + self.first_col, 2 * rS.shape[1])
+                for n in cutlass.range_constexpr(rS.shape[1]):
+                    for e in cutlass.range_constexpr(2):
+                        counts = n * 8 + e < limit
+                        if cutlass.const_expr(self.traits.problem.has_left):
+                            counts = counts & (n * 8 + e >= begin)
+                        if cutlass.const_expr(self.traits.problem.mask_rank > 0):
+                            counts = counts & ((kept & (1 << (2 * n + e))) != 0)
+                        rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)
+
+
+class MaskRow(TraceConstant):
+    """One row of a boolean mask of rank 2 (B, S), 3 (B, L, S) or 4 (B, H, L, S); outer dims of extent 1 are broadcast.
+
+    A row that the mask lacks keeps nothing.
+    """
+
+    def __init__(self, work: WorkTile, row):
+        mMask = work.ops.mMask
+        token, head = work.token_and_head(row)
+        index = {2: (work.batch,), 3: (work.batch, token), 4: (work.batch, head, token)}[len(mMask.shape)]
+        address, exists = mMask.iterator.toint(), Boolean(row < work.num_rows)
+        for place, extent, stride in zip(index, mMask.shape, mMask.stride):
+            address = address + Int64(select(extent == 1, Int32(0), place)) * Int64(stride)
+            exists = exists & ((extent == 1) | (place < extent))
+        self.address, self.is_wide = address, work.traits.v_tiles > 24
+        self.num_cols = select(exists, mMask.shape[len(mMask.shape) - 1], Int32(0))
+
+    @cute.jit
+    def bits(self, first: Int32, count: int):
+        """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by column."""
+        kept = Int32(0)
+        # All loads at once take more registers than results of a wide head leave.
+        for i in cutlass.range(count, unroll=2 if self.is_wide else count):
+            col = first + i // 2 * 8 + i % 2
+            if col < self.num_cols:
+                if gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0:
+                    kept = kept | (Int32(1) << i)
+        return kept

@@ -1,0 +1,246 @@
+"""Backward kernels: gradients of kv and score in one pass over the windows, and of ape by a fixed-order sum.
+
+Every consumed (token, column) belongs to one window, so grad_kv and grad_score are stored without atomics; what no window consumes is stored
+as 0 by `ZeroFill`. The gradient of ape adds up over all rows: each warp sums its rows in registers, the warps of a CTA are joined in
+shared memory, and the CTAs either leave partial sums for a second kernel that adds them in a fixed order, or use atomics.
+
+For ratio <= 16 the arithmetic repeats the eager fp32 softmax backward bit for bit: serial sums, p = e / total, t = round(dp * p),
+dz = fma(p, -sum t, t).
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from cuteforge.device.copy import Rows
+from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
+from cuteforge.device.traced import named_kernel
+from cuteforge.families.csa.compressor.ape_gradient import ApeReduction, ApeSums
+from cuteforge.families.csa.compressor.config import Traits
+from cuteforge.families.csa.compressor.fake_operands import backward_operands
+from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
+from cuteforge.families.csa.compressor.row_lanes import NO_ROW, RowLane, launch_shape, row_plan
+from cuteforge.families.csa.compressor.window import WindowStream
+from cuteforge.families.csa.compressor.zero_fill import ZeroFill
+from cuteforge.runtime.compile_cache import Build
+
+
+@named_kernel("csa_compressor_backward")
+class Backward:
+    """The kernels for one `Traits`. `with_workspace` and `with_atomics` are the two host entries."""
+
+    def __init__(self, traits: Traits):
+        self.traits = traits
+        # only the unsplit windows (ratio <= 16) promise the bits of the eager computation
+        self.arithmetic = Fast if traits.tile.split_window and traits.problem.dtype != "float32" else Accurate
+
+    @cute.jit
+    def with_workspace(
+        self,
+        mKV: cute.Tensor,
+        mScore: cute.Tensor,
+        mApe: cute.Tensor,
+        mCu: cute.Tensor,
+        mCuComp: cute.Tensor,
+        mGradOut: cute.Tensor,
+        mGradKV: cute.Tensor,
+        mGradScore: cute.Tensor,
+        mGradApe: cute.Tensor,
+        mWorkspace: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Partial sums of the gradient of ape in the workspace, then their sum in a fixed order."""
+        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
+        shape = (self.traits.problem.head_dim, self.traits.problem.window, num_groups)
+        mSums = cute.make_tensor(cute.recast_ptr(mWorkspace.iterator, dtype=Float32), cute.make_layout(shape))
+        operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
+        self._launch(operands, mSums, num_groups, run_log2, stream)
+        ApeReduction(self.traits).launch(mSums, self._by_window_entry(mGradApe, 1), num_groups, stream)
+
+    @cute.jit
+    def with_atomics(
+        self,
+        mKV: cute.Tensor,
+        mScore: cute.Tensor,
+        mApe: cute.Tensor,
+        mCu: cute.Tensor,
+        mCuComp: cute.Tensor,
+        mGradOut: cute.Tensor,
+        mGradKV: cute.Tensor,
+        mGradScore: cute.Tensor,
+        mGradApe: cute.Tensor,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """All CTAs add to the gradient of ape, which is zeroed first."""
+        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
+        mSums = self._by_window_entry(mGradApe, num_groups)
+        ApeReduction(self.traits).launch(mSums, mSums, Int32(0), stream)
+        operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
+        self._launch(operands, mSums, num_groups, run_log2, stream)
+
+    def _plan(self, mKV, mGradOut, max_ctas):
+        """As `row_plan`. Zero filling is shared out with the rows, so tokens without rows count as rows as well."""
+        ratio = self.traits.problem.ratio
+        rows = cutlass.max(mGradOut.shape[0], (mKV.shape[0] + ratio - 1) // ratio)
+        return row_plan(self.traits, rows, max_ctas)
+
+    def _by_window_entry(self, mGradApe, num_groups):
+        """The gradient of ape as (column, window entry, group): the layout of the partial sums, the groups on top of each other."""
+        problem = self.traits.problem
+        shape = (problem.head_dim, (problem.ratio, problem.coff), num_groups)
+        return cute.make_tensor(
+            mGradApe.iterator, cute.make_layout(shape, stride=(1, (mGradApe.stride[0], problem.head_dim), 0))
+        )
+
+    @cute.jit
+    def _launch(self, operands, mSums, num_groups: Int32, run_log2: Int32, stream: cuda.CUstream):
+        if num_groups > 0:
+            self.kernel(*operands, mSums, run_log2).launch(
+                **launch_shape(self.traits, num_groups),
+                stream=stream,
+                use_pdl=self.traits.dependent_launch and not self.traits.deterministic,
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mKV: cute.Tensor,
+        mScore: cute.Tensor,
+        mApe: cute.Tensor,
+        mCu: cute.Tensor,
+        mCuComp: cute.Tensor,
+        mGradOut: cute.Tensor,
+        mGradKV: cute.Tensor,
+        mGradScore: cute.Tensor,
+        mSums: cute.Tensor,
+        run_log2: Int32,
+    ):
+        if cutlass.const_expr(self.traits.dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
+        smem = cutlass.memory.SmemAllocator()
+        tile = self.traits.tile
+        rows = RowLane(self.traits, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], run_log2)
+        window = WindowStream(rows, smem, mKV, mScore, mGradOut)
+        exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
+        outputs = (Rows(mGradKV), Rows(mGradScore))
+        ape = window.load_ape(mApe)
+        state = window.start()
+        ZeroFill(rows, mGradOut.shape[0], outputs).run()
+        sums = ApeSums(window, mSums)
+        stage = Int32(0)
+        for step in cutlass.range(rows.count, unroll=1):
+            state = window.advance(step, stage, state)
+            gradients = self._gradients(window, exchange, ape, stage, step)
+            self._store(window, outputs, sums, window.sCode[stage], gradients)
+            stage = window.next_stage(stage)
+        sums.hand_on()
+
+    def _gradients(self, window, exchange, ape, stage, step):
+        """A function from window entry to (gradients of the values, gradients of the scores), one of each for each of the lane's columns."""
+        grad_out = window.read_grad_out(stage)
+        split_window = self.traits.tile.split_window
+        parts = pool_part(window, ape, stage, self.arithmetic, empty_is_nan=not split_window)
+        if not split_window:
+            columns = [self._eager_gradients(g, part) for g, part in zip(grad_out, parts)]
+            return lambda slot: ([values[slot] for values, _ in columns], [scores[slot] for _, scores in columns])
+        exchange.publish(window, parts, step, self.arithmetic)
+        wholes = [exchange.join(window, c, step, self.arithmetic) for c in range(self.traits.tile.cols_per_lane)]
+        weigh = (
+            self._kept_weights(parts, wholes)
+            if self.traits.tile.resident
+            else self._new_weights(window, ape, stage, wholes)
+        )
+        return lambda slot: self._split_gradients(grad_out, window.read_values(stage, slot), weigh(slot), wholes)
+
+    def _eager_gradients(self, g, part):
+        """One column, in the order and rounding of the eager softmax backward."""
+        weights = self._divide(part)
+        terms = [mul_rn(mul_rn(g, value), weight) for value, weight in zip(part.values, weights)]
+        negated = -sum_rn(terms)
+        return [mul_rn(g, weight) for weight in weights], [
+            fma_rn(weight, negated, term) for weight, term in zip(weights, terms)
+        ]
+
+    def _split_gradients(self, grad_out, values, weights, wholes):
+        """One window entry, given its share of the joined window: the sum of dp * p is g * mean.
+
+        The values were read again: kept over the barrier of the exchange, they would cost a register for each entry.
+        """
+        value_gradients = [g * weight for g, weight in zip(grad_out, weights)]
+        score_gradients = []
+        for g, weight, value, (_, _, mean) in zip(grad_out, weights, values, wholes):
+            # g - g is 0, or NaN for a gradient that is not finite: the eager sum of dp * p is NaN then
+            total = fma_rn(g, mean, g - g)
+            score_gradients.append(weight * fma_rn(g, value, -total))
+        return value_gradients, score_gradients
+
+    def _kept_weights(self, parts, wholes):
+        """A function from window entry to its shares of the joined window, from the weights within the part."""
+        factors = [
+            self.arithmetic.exp(part.max - largest) * inverse for part, (largest, inverse, _) in zip(parts, wholes)
+        ]
+        return lambda slot: [part.weights[slot] * factor for part, factor in zip(parts, factors)]
+
+    def _new_weights(self, window, ape, stage, wholes):
+        """The same from the scores, for windows whose weights are too many to keep."""
+        return lambda slot: [
+            self.arithmetic.weight(z - largest) * inverse
+            for z, (largest, inverse, _) in zip(logits(window, ape, stage, slot), wholes)
+        ]
+
+    @cute.jit
+    def _divide(self, part):
+        """Correctly rounded weight / total of every entry. Weights too small for the short division are rare."""
+        count = len(part.weights)
+        rWeight = cute.make_rmem_tensor(count, Float32)
+        smallest = part.weights[0]
+        for k in cutlass.range_constexpr(1, count):
+            smallest = cute.arch.fmin(smallest, part.weights[k])
+        if smallest >= MIN_EXACT_NUMERATOR:
+            inverse = rcp_rn(part.total)
+            for k in cutlass.range_constexpr(count):
+                rWeight[k] = div_by(part.weights[k], -part.total, inverse)
+        else:
+            for k in cutlass.range_constexpr(count):
+                rWeight[k] = div_rn(part.weights[k], part.total)
+        return [rWeight[k] for k in range(count)]
+
+    @cute.jit
+    def _store(self, window, outputs, sums, code: Int32, gradients):
+        """Store the gradients of one row's window, and add those of the scores up for ape."""
+        if code != NO_ROW:
+            token = window.first_token(code)
+            if cutlass.const_expr(self.traits.tile.resident):
+                for slot in cutlass.range_constexpr(self.traits.slots):
+                    self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
+            else:
+                # nothing is kept for an entry, so the loop need not be unrolled: hundreds of addresses would not fit the registers
+                for slot in cutlass.range(self.traits.slots, unroll=1):
+                    self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
+
+    @cute.jit
+    def _store_if_valid(self, window, outputs, sums, token, code: Int32, slot, gradients):
+        valid = window.is_valid(slot, code < 0)
+        if cutlass.const_expr(valid is None):
+            self._store_entry(window, outputs, sums, token, slot, gradients)
+        elif valid:
+            self._store_entry(window, outputs, sums, token, slot, gradients)
+
+    def _store_entry(self, window, outputs, sums, token, slot, gradients):
+        block, place = window.position(slot)
+        row, half_col = token + block * self.traits.problem.ratio + place, block * self.traits.problem.head_dim
+        values, scores = gradients(slot)
+        window.store(outputs[0], row, half_col, values)
+        window.store(outputs[1], row, half_col, scores)
+        sums.add(slot, scores)
+
+
+def build(traits: Traits) -> Build:
+    """The kernels for `traits`, for `runtime.compile_cache`."""
+    backward = Backward(traits)
+    host = backward.with_workspace if traits.deterministic else backward.with_atomics
+    operands = backward_operands(traits.problem, traits.deterministic)
+    return Build(host, (*operands, Int32(1), make_fake_stream()), "csa_compressor_backward")

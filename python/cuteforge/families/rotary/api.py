@@ -1,0 +1,205 @@
+"""The rotary op as a class: validates, compiles, launches into buffers that the caller gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from cuteforge.arguments import flag, kind_of
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.families.rotary.config import MAX_HEAD_DIM, Problem, Traits
+from cuteforge.op.alike import ANY_SHAPE
+from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
+from cuteforge.runtime.arch import Arch
+from cuteforge.runtime.compile_cache import KernelKey
+from cuteforge.runtime.streams import Stream
+
+FLOATS = ("bfloat16", "float16", "float32")
+TOKENS = {3: "T", 4: "B L"}
+_FORTH, _BACK = (0,), (1,)
+_T = TypeVar("_T")
+# (cos, sin)
+Pair = tuple[_T, _T] | list[_T]
+
+
+@functools.cache
+def signature_of(rank: int, dtype: str, interleaved: bool, has_keys: bool, has_positions: bool) -> Signature:
+    """The operands of one kind of call, in the order of the compiled entry."""
+    align = functools.partial(_align_bytes, dtype, interleaved, of_table=0)
+    tokens = TOKENS[rank]
+    rows = [
+        Operand("x", f"{tokens} H D", FLOATS, align_bytes=align),
+        Operand("out", f"{tokens} H D", ("=x",), align_bytes=align, role="out", in_place_of="x"),
+    ]
+    if has_keys:
+        rows += [
+            Operand("k", f"{tokens} Hk D", ("=x",), align_bytes=align),
+            Operand("k_out", f"{tokens} Hk D", ("=x",), align_bytes=align, role="out", in_place_of="k"),
+        ]
+    if has_positions:
+        align = functools.partial(_align_bytes, dtype, interleaved, of_table=1)
+        rows += [Operand(name, "max_pos half", ("float32",), align_bytes=align) for name in ("cos", "sin")]
+        rows += [Operand("positions", tokens, ("int32", "int64"))]
+    else:
+        align = functools.partial(_align_bytes, dtype, interleaved, of_table=2)
+        rows += [Operand("freqs_cis", f"{tokens} half 2", ("float32",), align_bytes=align, dense_dims=2)]
+    return Signature(*rows)
+
+
+def _align_bytes(dtype: str, interleaved: bool, dims: Dims, of_table: int) -> int:
+    """Alignment of base and rows of a tensor of heads, of cos or sin (1), or of a table of pairs (2)."""
+    if not 0 < 2 * dims["half"] <= dims["D"]:
+        return 1  # refused by the relations between the dims
+    problem = Problem(dtype, dims["D"], 2 * dims["half"], interleaved)
+    return min(16, of_table * problem.table_align_bytes) if of_table else problem.align_bytes
+
+
+class RotaryEmbedding(APIBase):
+    """Turns pairs of columns of every head by the angle of their token; of one tensor, or of q and k in one launch.
+
+    ``(a, b) -> (a cos - b sin, a sin + b cos)``; pair i is the columns ``(2i, 2i+1)`` if `interleaved`, else ``(i, i + rotary_dim/2)``.
+
+    Dims: T packed tokens, or B batches of L; H heads, Hk heads of k; D head dim.
+
+    Args:
+        x, out: ``(T, H, D)`` or ``(B, L, H, D)`` bf16, fp16 or fp32, one dtype. Any strides, last dim contiguous; base, tokens and heads aligned
+            to the widest access, at most 16 bytes, that divides a head and its rotated columns. `out` may be `x`, but not overlap it otherwise.
+        table: ``freqs_cis`` fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token; or ``(cos, sin)``, fp32
+            ``(max_pos, rotary_dim/2)`` each, with `positions`.
+        positions: ``(T,)`` or ``(B, L)`` int32 or int64; only with ``(cos, sin)``. A token whose position is not in the table becomes NaN.
+        k, k_out: as `x` and `out` with Hk heads; both or neither.
+        interleaved: which columns form a pair.
+
+    ``rotary_dim <= D`` is the width of the table; columns past it are copied. T, B, L, H and the length of the table may differ from call
+    to call without compiling again.
+
+    Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
+    """
+
+    _varying = {
+        **dict.fromkeys(("x", "k", "cos", "sin", "positions", "freqs_cis"), ANY_SHAPE),
+        **dict.fromkeys(("out", "k_out"), 0),
+    }
+
+    def __init__(
+        self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
+        k: Sample | None = None, k_out: Sample | None = None, interleaved: bool = True,
+    ) -> None:  # fmt: skip
+        operands = named_operands(x, table, out, positions, k, k_out)
+        spec = TensorSpec.of(x, "x")
+        if len(spec.shape) not in TOKENS:
+            raise ContractError(f"x: wanted shape (T, H, D) or (B, L, H, D), got {len(spec.shape)} dims")
+        self.interleaved: bool = flag("interleaved", interleaved)
+        self._kind = (len(spec.shape), spec.dtype, self.interleaved, k is not None, positions is not None)
+        super().__init__(**operands)
+        self._num_operands, self._has_keys = len(operands), k is not None
+
+    @property
+    def signature(self) -> Signature:
+        return signature_of(*self._kind)
+
+    def _check_relations(self, dims: Dims) -> None:
+        table = "freqs_cis" if "freqs_cis" in self.samples else "cos"
+        if not 0 < 2 * dims["half"] <= dims["D"]:
+            raise ContractError(f"{table}: wanted 1 to {dims['D'] // 2} pairs for D = {dims['D']}, got {dims['half']}")
+        if dims["D"] > MAX_HEAD_DIM:
+            raise UnsupportedError(f"x: the kernel serves a head dim up to {MAX_HEAD_DIM}, got D = {dims['D']}")
+
+    def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
+        rank, dtype, interleaved, has_keys, has_positions = self._kind
+        positions = self.samples["positions"].dtype if has_positions else None
+        traits = Traits(Problem(dtype, dims["D"], 2 * dims["half"], interleaved), rank, has_keys, positions)
+        return KernelKey("cuteforge.families.rotary.kernel:build", traits, arch.name)
+
+    def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if "positions" in tensors:
+            check_positions(tensors["positions"], tensors["cos"].shape[0])
+
+    def execute(
+        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
+        positions: torch.Tensor | None = None, *,
+        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
+        inverse: bool = False, stream: Stream | None = None,
+    ) -> None:  # fmt: skip
+        """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
+
+        Args:
+            inverse: turn back, by the negative angles: also the backward of the rotation.
+            stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
+
+        Raises:
+            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+        """
+        self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
+
+    def bind(
+        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
+        positions: torch.Tensor | None = None, *,
+        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
+        inverse: bool = False, stream: Stream | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
+        """Validate once and return a launch of these very buffers; arguments as `execute`."""
+        return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
+
+    def _operands(self, x, table, out, positions, k, k_out) -> tuple:
+        """In signature order. A call with other operands than the sample's is refused."""
+        angles = table if isinstance(table, (tuple, list)) else (table,)
+        if positions is not None:
+            angles = (*angles, positions)
+        has_keys = k is not None or k_out is not None
+        operands = (x, out, k, k_out, *angles) if has_keys else (x, out, *angles)
+        if len(operands) != self._num_operands or has_keys is not self._has_keys:
+            given = ", ".join(named_operands(x, table, out, positions, k, k_out))
+            raise ContractError(f"operands: wanted {', '.join(self.samples)} (those of the samples), got {given}")
+        return operands
+
+
+def named_operands(x, table, out, positions, k, k_out) -> dict[str, Any]:
+    """The operands of a call by name, in signature order.
+
+    Raises:
+        ContractError: a table without its other half, positions without a table for them, or k without k_out.
+    """
+    if (k is None) != (k_out is None):
+        name, other = ("k_out", "k") if k_out is None else ("k", "k_out")
+        raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
+    operands = {"x": x, "out": out} | ({} if k is None else {"k": k, "k_out": k_out})
+    if isinstance(table, (tuple, list)):
+        if len(table) != 2:
+            raise ContractError(f"table: wanted (cos, sin) or freqs_cis, got {len(table)} tensors")
+        if positions is None:
+            raise ContractError("positions: wanted a tensor for the table (cos, sin), got None")
+        return operands | {"cos": table[0], "sin": table[1], "positions": positions}
+    if positions is not None:
+        raise positions_not_wanted(positions)
+    return operands | {"freqs_cis": table}
+
+
+def positions_not_wanted(positions: Any) -> ContractError:
+    wanted = "None with freqs_cis, which has a row for each token"
+    return ContractError(f"positions: wanted {wanted}, got {kind_of(positions)}")
+
+
+def direction(inverse: bool) -> tuple[int]:
+    """The scalar of a launch."""
+    if inverse is False:
+        return _FORTH
+    return _BACK if inverse is True or flag("inverse", inverse) else _FORTH
+
+
+def check_positions(positions: torch.Tensor, max_pos: int) -> None:
+    """Read the positions and refuse those outside the table. Synchronizes.
+
+    Raises:
+        ContractError: names the first bad index.
+    """
+    bad = ((positions < 0) | (positions >= max_pos)).nonzero()
+    if len(bad):
+        index = tuple(bad[0].tolist())
+        raise ContractError(
+            f"positions: wanted values in [0, {max_pos}), got {positions[index].item()} at index {', '.join(map(str, index))}"
+        )

@@ -1,0 +1,108 @@
+"""What a rotary kernel is compiled for, and how its work is cut. Pure Python: no torch, no cutlass.
+
+A pair of columns is rotated by the angle of its token and its place; all heads of a token share the angles. So a thread keeps the cosines and
+sines of a few adjacent pairs in registers and rotates them in one or more heads of one token: a group. A slot is a token and one of its groups.
+"""
+
+from dataclasses import dataclass
+
+from cuteforge.op.signature import ITEMSIZE
+
+MAX_ACCESS_BYTES = 16
+MAX_HEAD_DIM = 1024  # a CTA has a thread for each access of a head
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut; no choice changes a bit of the result.
+
+    A thread reads all that it rotates before it writes anything: `accesses_per_thread` are in flight at once, heads are as many as they make.
+    """
+
+    # us for 131072 tokens of 32 + 8 heads on an H200, 64 and 128 threads: 641.5 and 640.1 of halves, 638.4 and 637.3 of interleaved pairs; for 8192
+    # tokens 45.6 and 44.8, 45.2 and 45.0.
+    num_threads: int = 128
+    # With 64 threads, 2, 4 and 8 accesses: 644, 646 and 653 of halves, 640, 641 and 651 of interleaved pairs.
+    accesses_per_thread: int = 2
+    threads_per_sm: int = 1024  # whose registers an SM holds at least: up to 64 each
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Facts of a call that fix the arithmetic."""
+
+    dtype: str
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+
+    @property
+    def access_elems(self) -> int:
+        """Elements of the widest access that divides a head and the columns it must not straddle: the alignment that operands need."""
+        unbroken = self.rotary_dim if self.interleaved else self.rotary_dim // 2
+        elems = MAX_ACCESS_BYTES // ITEMSIZE[self.dtype]
+        while self.head_dim % elems or unbroken % elems:
+            elems //= 2
+        return elems
+
+    @property
+    def align_bytes(self) -> int:
+        return self.access_elems * ITEMSIZE[self.dtype]
+
+    @property
+    def accesses_per_head(self) -> int:
+        """Of one thread: a stretch of interleaved pairs is one, unless an access is narrower than a pair; split halves are two."""
+        return 2 * self.pairs_per_unit // self.access_elems
+
+    @property
+    def pairs_per_unit(self) -> int:
+        """Adjacent pairs that a thread rotates in each head."""
+        return max(self.access_elems // 2, 1) if self.interleaved else self.access_elems
+
+    @property
+    def table_align_bytes(self) -> int:
+        """Alignment of the rows of cos and of sin."""
+        return min(MAX_ACCESS_BYTES, 4 * self.pairs_per_unit)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The compile key: everything that the trace reads."""
+
+    problem: Problem
+    rank: int
+    has_keys: bool
+    positions: str | None  # dtype; None when the table has a row for each token, cos and sin next to each other
+    tile: Tile = Tile()
+
+    @property
+    def rotary_units(self) -> int:
+        """Threads that rotate one head."""
+        return self.problem.rotary_dim // 2 // self.problem.pairs_per_unit
+
+    @property
+    def copy_units(self) -> int:
+        """Threads that copy the columns past the rotated ones of one head."""
+        return (self.problem.head_dim - self.problem.rotary_dim) // self.problem.access_elems
+
+    @property
+    def units(self) -> int:
+        return self.rotary_units + self.copy_units
+
+    @property
+    def slots_per_cta(self) -> int:
+        return max(self.tile.num_threads // self.units, 1)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA, whole warps."""
+        return -(-self.units * self.slots_per_cta // 32) * 32
+
+    @property
+    def heads_per_thread(self) -> int:
+        return max(self.tile.accesses_per_thread // self.problem.accesses_per_head, 1)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs whose registers an SM holds."""
+        return max(self.tile.threads_per_sm // self.num_threads, 1)

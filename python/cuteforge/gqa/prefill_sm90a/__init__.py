@@ -1,1 +1,0 @@
-"""Prefill with the matrix instructions and the bulk copies of sm_90a."""

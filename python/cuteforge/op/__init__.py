@@ -1,0 +1,1 @@
+"""How an op lives and is called."""

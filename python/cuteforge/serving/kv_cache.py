@@ -1,0 +1,463 @@
+"""Keys and values of many requests in the pages of one pool, and what attention over them needs to know of a step.
+
+Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims of keys and values, ``R`` rows and ``C`` columns of the
+page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuteforge.arguments import integer, integers
+from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op.torch_library import check_layout, refuse_grad, usable_device
+from cuteforge.runtime.streams import is_capturing
+from cuteforge.serving.page_allocator import CacheFull, PageAllocator, Request, TableEntry
+
+__all__ = ["Batch", "CacheFull", "KVCache"]
+
+_Tensor = torch.Tensor
+_MAX_INT32 = 2**31 - 1
+_MAX_PAGES = _MAX_INT32 - 1  # page numbers are int32, and page 0 is scratch
+_MAX_BYTES = 2**60  # of one allocation, far from where its size in bytes would wrap
+_SCRATCH_SLOT = 0  # the first one of the scratch page
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step that a cache is bound to, as attention takes it. All tensors are views of the cache's own, which later steps change in place.
+
+    Attributes:
+        page_table: ``(R, C)`` int32.
+        page_table_rows: ``(B,)`` int32, the row of each request.
+        seqlens_k: ``(B,)`` int32, tokens of each request, the new ones included; 0 for a padding row.
+        cu_seqlens_q: ``(B+1,)`` int32, where the new tokens of each request start among all; 0, 1, … in decode.
+        slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page, for a padding row.
+        positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
+        is_decode: one new token for each request.
+        max_new: the most new tokens of a request.
+    """
+
+    page_table: torch.Tensor
+    page_table_rows: torch.Tensor
+    seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    is_decode: bool
+    max_new: int
+
+
+class KVCache:
+    """A paged cache of keys and values for all layers of a model.
+
+    A step of a model has three parts. `bind_prefill` or `bind_decode` says which new tokens come and reserves their
+    pages. Each layer then stores their keys and values (`append`) and attends, reading `batch`. Binding already counts
+    the new tokens, so store them before you bind again. If a step fails half-way, `rollback` undoes its bind.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the model.
+        num_pages: that requests can hold. The pool has one more: page 0 is scratch, where padding rows of a batch store.
+        page_size: tokens of a page.
+        max_requests: requests at a time, R.
+        max_seqlen: tokens that a request may have; the table has ``C = ceil(max_seqlen / page_size)`` columns.
+        v_head_dim: Dv; None is `head_dim`.
+        dtype: of the pool, a floating one, or its name.
+        device: of the pool, as torch takes it.
+
+    The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)`` elements, all keys before all
+    values, not initialised: what no token was stored to holds anything, NaN too. Pool and metadata are allocated here and nowhere else, and
+    changed in place, on torch's current stream and without waiting for it: captured graphs stay right. Not thread-safe.
+
+    Raises:
+        ContractError: an argument of another type, or out of range.
+        UnsupportedError: torch cannot use the device here.
+    """
+
+    num_layers: int
+    page_size: int
+    max_requests: int
+    max_seqlen: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, *,
+        num_pages: int, page_size: int = 16, max_requests: int = 256, max_seqlen: int, v_head_dim: int | None = None,
+        dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
+    ) -> None:  # fmt: skip
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        heads["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
+        limits = {"page_size": page_size, "max_requests": max_requests, "max_seqlen": max_seqlen}
+        num_pages = integer("num_pages", num_pages, least=1, most=_MAX_PAGES)
+        self.num_layers, num_kv_heads, *dims = _checked_sizes(heads)
+        self.page_size, self.max_requests, self.max_seqlen = _checked_sizes(limits)
+        self.dtype, device = _checked_dtype(dtype), _checked_device(device)
+        self.batch: Batch | None = None
+        # The requests of the batch; and of a decode their numbers and the number of rows.
+        self._bound: list[Request] = []
+        self._decode_key: tuple[list[int], int] | None = None
+        # A bit for each layer that does not have the batch's tokens yet.
+        self._missing = 0
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._allocate_pool(num_pages, num_kv_heads, dims, device)
+            self._allocate_metadata(num_pages)
+        self._allocator = PageAllocator(num_pages, self.page_size, self.max_requests, self.max_seqlen)
+
+    @classmethod
+    def contiguous(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
+        v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
+    ) -> KVCache:  # fmt: skip
+        """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
+        ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.
+
+        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none is freed.
+        """
+        sizes = {"batch": batch, "max_seqlen": max_seqlen, "page_size": page_size}
+        batch, max_seqlen, page_size = _checked_sizes(sizes)
+        num_pages = batch * -(-max_seqlen // page_size)
+        if num_pages > _MAX_PAGES:
+            wanted = f"batch * ceil(max_seqlen / page_size) of at most {_MAX_PAGES} pages"
+            raise ContractError(f"batch: wanted {wanted}, got {num_pages}")
+        limits = {"page_size": page_size, "max_requests": batch, "max_seqlen": max_seqlen}
+        heads = {"v_head_dim": v_head_dim, "dtype": dtype, "device": device}
+        cache = cls(num_layers, num_kv_heads, head_dim, num_pages=num_pages, **limits, **heads)
+        cache._allocator = PageAllocator(num_pages, **limits, owns_runs=True)
+        return cache
+
+    def _allocate_pool(self, num_pages: int, num_kv_heads: int, dims: list[int], device: torch.device) -> None:
+        tokens = (num_pages + 1) * self.page_size
+        sizes = [self.num_layers * tokens * num_kv_heads * dim for dim in dims]
+        _check_bytes("num_pages", "a pool", sum(sizes) * self.dtype.itemsize)
+        memory = torch.empty(sum(sizes), dtype=self.dtype, device=device)
+        parts = memory[: sizes[0]], memory[sizes[0] :]
+        flat = [part.view(self.num_layers, tokens, num_kv_heads, dim) for part, dim in zip(parts, dims)]
+        # Views of each layer, made once: by slot (P*ps, Hkv, D), and by page.
+        self._flat_pools = [[pool[layer] for layer in range(self.num_layers)] for pool in flat]
+        self._pools = [[layer.unflatten(0, (-1, self.page_size)) for layer in pool] for pool in self._flat_pools]
+        self.device = memory.device
+
+    def _allocate_metadata(self, num_pages: int) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        rows, columns = self.max_requests, -(-self.max_seqlen // self.page_size)
+        _check_bytes("max_requests", "a page table", rows * columns * torch.int32.itemsize)
+        # New tokens all have a place of their own in the pool, but for padding rows.
+        most_new = max(num_pages * self.page_size, rows)
+        self._page_table = zeros(rows, columns)
+        self._rows, self._seqlens, self._cu_seqlens = zeros(rows), zeros(rows), zeros(rows + 1)
+        self._positions, self._slots = zeros(most_new), zeros(most_new, dtype=torch.int64)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no request holds; the scratch page does not count."""
+        return self._allocator.num_free_pages
+
+    def k_pool(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view."""
+        return self._pools[0][self._checked_layer(layer)]
+
+    def v_pool(self, layer: int) -> torch.Tensor:
+        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view."""
+        return self._pools[1][self._checked_layer(layer)]
+
+    def _checked_layer(self, layer: Any) -> int:
+        number = layer if type(layer) is int else integer("layer", layer)
+        if not 0 <= number < self.num_layers:
+            raise ContractError(f"layer: wanted one in [0, {self.num_layers}), got {layer!r}")
+        return number
+
+    def add(self, tokens: Sequence[int] | None = None) -> int:
+        """A new request without tokens, or with those of its prompt that the cache already has.
+
+        Args:
+            tokens: ids of the prompt. If another request's whole pages hold exactly its start, both share them, and
+                need not compute them again: `cached_tokens`. A page can be shared once a step has stored it in every
+                layer, for as long as some request holds it. If an earlier step began the page and this one filled it,
+                that is from the next bind on. Only full pages are shared, and they are never written again, so nothing
+                is copied on a write. The last token of the prompt is never shared: a model has to compute at least one.
+
+        Returns:
+            The request's number, never used again after `free`.
+
+        Raises:
+            ContractError: not a sequence of int, or longer than max_seqlen.
+            CacheFull: there are max_requests requests.
+        """
+        return self._allocator.add(tokens).id
+
+    def free(self, request: int) -> None:
+        """Give back a request: its row, and its pages where nobody shares them. A batch with it is bound no more."""
+        if self._allocator[request] in self._bound:
+            self._unbind()
+        self._allocator.free(request)
+
+    def _unbind(self) -> None:
+        self.batch, self._bound, self._decode_key, self._missing = None, [], None, 0
+
+    def seqlen(self, request: int) -> int:
+        """Tokens of a request, those included that the bound batch brings."""
+        return self._allocator[request].num_tokens
+
+    def cached_tokens(self, request: int) -> int:
+        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them."""
+        return self._allocator[request].num_cached
+
+    def bind_prefill(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
+        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order; a prompt may come in several such parts.
+
+        Raises:
+            ContractError: a request that is unknown or there twice, a length below 0, or a request longer than max_seqlen.
+            CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
+            RuntimeError: torch's current stream is being captured.
+        """
+        self.keep_stored()
+        bound = self._find(integers("requests", requests))
+        counts = integers("lengths", lengths, least=0)
+        if len(counts) != len(bound):
+            raise ContractError(f"lengths: wanted {len(bound)}, one a request, got {len(counts)}")
+        self._bind(bound, counts)
+        self._decode_key = None
+
+    def bind_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
+        """The next calls bring one new token of each request.
+
+        With the requests of the last call, in the same order, it is `step`: counters advance on the device, in place.
+
+        Args:
+            requests: in the order of the tokens.
+            pad_to: rows of the batch; those past the requests have no tokens and store to the scratch page. None: none are added.
+
+        Raises:
+            As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
+        """
+        self.keep_stored()
+        numbers, num_rows = self._decode_rows(requests, pad_to)
+        if self._decode_key == (numbers, num_rows):
+            self.step()
+            return
+        bound = self._find_padded(numbers, num_rows)
+        self._bind(bound, [1] * len(bound), num_padding=num_rows - len(bound), is_decode=True)
+        self._decode_key = numbers, num_rows
+
+    def check_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
+        """Raise what `bind_decode` would raise, and change nothing."""
+        bound = self._find_padded(*self._decode_rows(requests, pad_to))
+        self._allocator.check_room(bound, [1] * len(bound))
+
+    def _decode_rows(self, requests: Any, pad_to: Any) -> tuple[list[int], int]:
+        numbers = integers("requests", requests)
+        return numbers, len(numbers) if pad_to is None else integer("pad_to", pad_to, least=0)
+
+    def _find_padded(self, numbers: list[int], num_rows: int) -> list[Request]:
+        bound = self._find(numbers)
+        if not len(bound) <= num_rows <= self.max_requests:
+            raise ContractError(
+                f"pad_to: wanted from {len(bound)} to max_requests = {self.max_requests}, got {num_rows}"
+            )
+        return bound
+
+    def step(self) -> None:
+        """One more new token for each request of the bound decode: three additions on the device, and an upload when a request starts a page.
+
+        Raises:
+            RuntimeError: no decode is bound, or torch's current stream is being captured.
+            ContractError, CacheFull: as `bind_decode`.
+        """
+        if self._decode_key is None:
+            raise RuntimeError("step: no decode is bound; call bind_decode first")
+        self.keep_stored()
+        self._begin(self._bound, [1] * len(self._bound), self._advance)
+
+    def _advance(self, entries: list[TableEntry]) -> None:
+        """Count one more token for each request of the batch. `entries` are the pages that the table got for them."""
+        count = len(self._bound)
+        for counter in (self._seqlens, self._positions, self._slots):
+            counter[:count].add_(1)
+        if entries:
+            index_of_row = {request.row: i for i, request in enumerate(self._bound)}
+            starts = self._upload([[index_of_row[e.row] for e in entries], [e.page * self.page_size for e in entries]])
+            self._slots.index_copy_(0, *starts)
+
+    def rollback(self) -> None:
+        """Undo the last bind: its requests have the tokens and pages that they had before, and nothing is bound.
+
+        For steps that fail half-way: call it where you handle the error, then bind again. It does nothing if there is
+        nothing to undo: before the first bind, after a rollback, and when a bind was refused after a step that every
+        layer has stored (`keep_stored`). Requests that were freed meanwhile stay freed. No device work.
+        """
+        if self._allocator.rollback():
+            self._unbind()
+
+    def keep_stored(self) -> None:
+        """If every layer has stored the last step, keep it: `rollback` no longer undoes it.
+
+        Every bind does this first, even one that is then refused: who asks for the next step has accepted the last.
+        """
+        if self._allocator.is_stored:
+            self._allocator.is_final = True
+
+    def mark_stored(self, layer: int | None = None) -> None:
+        """Say that a layer has the new tokens, if something other than `append` stored them: a graph, or a kernel that
+        takes ``new_k`` and ``new_v``.
+
+        The pages of a step are never shared while a layer is not marked.
+
+        Args:
+            layer: None: all of them.
+
+        Raises:
+            ContractError: no layer of the cache.
+            RuntimeError: no batch is bound.
+        """
+        self._check_bound("mark_stored")
+        self._mark(self._missing if layer is None else 1 << self._checked_layer(layer))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether every layer has the tokens of the bound batch; False where nothing is bound."""
+        return self.batch is not None and not self._missing
+
+    def _mark(self, layers: int) -> None:
+        if self._missing:
+            self._missing &= ~layers
+            if not self._missing:
+                self._allocator.finish_step()
+
+    def _check_bound(self, name: str) -> None:
+        if self.batch is None:
+            raise RuntimeError(f"{name}: no batch is bound; call bind_prefill or bind_decode first")
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the new tokens' keys and values in a layer, on torch's current stream, without waiting for it. Can be captured.
+
+        Args:
+            k, v: ``(T, Hkv, D)`` and ``(T, Hkv, Dv)`` in the cache's dtype and on its device, any strides, one token for each of ``batch.slots``.
+
+        Raises:
+            ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.
+            RuntimeError: no batch is bound.
+        """
+        self._check_bound("append")
+        layer, slots = self._checked_layer(layer), self.batch.slots
+        pools = [pools[layer] for pools in self._flat_pools]
+        for name, new, pool in zip("kv", (k, v), pools):
+            self._check_new(name, new, (len(slots), *pool.shape[1:]))
+        refuse_grad("kv", (k, v), "KVCache.append")
+        for new, pool in zip((k, v), pools):
+            pool.index_copy_(0, slots, new)
+        self._mark(1 << layer)
+
+    def _check_new(self, name: str, new: Any, shape: tuple[int, ...]) -> None:
+        if not isinstance(new, torch.Tensor):
+            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(new).__name__}")
+        check_layout(name, new)
+        wanted, got = (shape, self.dtype, self.device), (tuple(new.shape), new.dtype, new.device)
+        if got != wanted:
+            raise ContractError(f"{name}: wanted {_describe(*wanted)}, got {_describe(*got)}")
+
+    def _find(self, numbers: list[int]) -> list[Request]:
+        bound, seen = [], {}
+        for i, number in enumerate(numbers):
+            bound.append(self._allocator[number])
+            if (first := seen.setdefault(number, i)) != i:
+                raise ContractError(f"requests: wanted each once, got request {number} at {first} and {i}")
+        return bound
+
+    def _begin(self, requests: list[Request], counts: list[int], write: Callable[[list[TableEntry]], None]) -> None:
+        """Reserve ``counts[i]`` new tokens for each request, and let `write` update the batch: all of it or nothing."""
+        # What a capture records would be copied again, from memory that is no longer there, at each replay.
+        if is_capturing():
+            raise RuntimeError("a cache is bound before a capture and before each replay, not under capture")
+        entries = self._allocator.reserve(requests, counts)
+        try:
+            self._list_pages(entries)
+            write(entries)
+        except BaseException:
+            self.rollback()
+            raise
+        self._missing = (1 << self.num_layers) - 1
+
+    def _bind(self, bound: list[Request], counts: list[int], *, num_padding: int = 0, is_decode: bool = False) -> None:
+        """Reserve ``counts[i]`` new tokens of each request, then write all metadata of the batch, padding rows after the requests."""
+        self._begin(bound, counts, lambda _: self._write(bound, counts, num_padding, is_decode))
+
+    def _write(self, bound: list[Request], counts: list[int], num_padding: int, is_decode: bool) -> None:
+        num_rows, padding = len(bound) + num_padding, [0] * num_padding
+        # A padding row has a query, which sees no key: it takes a place among the new tokens.
+        offsets = list(itertools.accumulate([*counts, *[1] * num_padding], initial=0))
+        facts = ([r.row for r in bound] + padding, [r.num_tokens for r in bound] + padding, offsets)
+        buffers = (self._rows[:num_rows], self._seqlens[:num_rows], self._cu_seqlens[: num_rows + 1])
+        for buffer, values in zip(buffers, facts):
+            buffer.copy_(self._on_host(values, torch.int32), non_blocking=True)
+        tokens = self._positions[: offsets[-1]], self._slots[: offsets[-1]]
+        self._locate(*buffers, *tokens)
+        positions, slots = tokens
+        max_new = max(counts, default=min(num_padding, 1))
+        self.batch = Batch(self._page_table, *buffers, slots, positions, is_decode, max_new)
+        self._bound = bound
+
+    def _locate(self, rows: _Tensor, seqlens: _Tensor, cu_seqlens: _Tensor, positions: _Tensor, slots: _Tensor) -> None:
+        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100 000 of a prefill."""
+        token = torch.arange(len(slots), dtype=torch.int32, device=self.device)
+        # The number of tokens is given: finding it would wait for the device.
+        request = torch.arange(len(rows), device=self.device).repeat_interleave(
+            cu_seqlens.diff(), output_size=len(slots)
+        )
+        # The last new token is the last one of its request. A padding row has none: -1.
+        position = seqlens[request] + token - cu_seqlens[request + 1]
+        is_padding = position < 0
+        position = position.clamp_(min=0)
+        page = self._page_table[rows[request], position // self.page_size].long()
+        positions.copy_(position)
+        slots.copy_((page * self.page_size + position % self.page_size).masked_fill_(is_padding, _SCRATCH_SLOT))
+
+    def _list_pages(self, entries: list[TableEntry]) -> None:
+        """Write new entries of the page table."""
+        if entries:
+            columns = self._page_table.shape[1]
+            places, pages = self._upload([[e.row * columns + e.column for e in entries], [e.page for e in entries]])
+            self._page_table.view(-1).index_copy_(0, places, pages.int())
+
+    def _upload(self, values: list[list[int]]) -> torch.Tensor:
+        """int64 on the device."""
+        return self._on_host(values, torch.int64).to(self.device, non_blocking=True)
+
+    def _on_host(self, values: list, dtype: torch.dtype) -> torch.Tensor:
+        """In pinned memory for a GPU, so that a copy does not wait; torch keeps the memory until the copy is done."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def _checked_sizes(sizes: dict[str, Any]) -> list[int]:
+    return [integer(name, value, least=1, most=_MAX_INT32) for name, value in sizes.items()]
+
+
+def _check_bytes(name: str, what: str, num_bytes: int) -> None:
+    if num_bytes > _MAX_BYTES:
+        raise ContractError(f"{name}: wanted {what} of at most {_MAX_BYTES} bytes, got sizes that need {num_bytes}")
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ContractError(f"dtype: wanted a floating torch.dtype or its name, got {dtype!r:.80}")
+    return found
+
+
+def _checked_device(device: Any) -> torch.device:
+    found = usable_device(device)
+    if found.type == "meta":
+        raise UnsupportedError("device: wanted one with memory, got meta")
+    return found
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {shape} on {device}"

@@ -25,8 +25,16 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
-# What an op is made from: tensors, or specs of them.
 Sample = torch.Tensor | TensorSpec
+"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride and device are read.
+
+Examples:
+    >>> import torch
+    >>> from cuteforge import MergeState, TensorSpec
+    >>> o, lse = torch.empty(8, 4, 64, device="meta"), TensorSpec((4, 8), "float32")
+    >>> MergeState(o, lse, o, lse, o, lse).check_support()
+    True
+"""
 
 
 # Names are str. To mypy a dict iterates over its keys, whatever `__iter__` says, unless they are Any.
@@ -35,6 +43,16 @@ class TupleDict(dict[Any, torch.Tensor]):
 
     ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
     (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TupleDict
+        >>> results = TupleDict(out=torch.zeros(2), lse=torch.ones(3))
+        >>> out, lse = results
+        >>> results["lse"] is results[1] is lse
+        True
+        >>> list(results.copy().keys())
+        ['out', 'lse']
     """
 
     @overload
@@ -150,7 +168,14 @@ class APIBase:
 
     @property
     def dims(self) -> Dims:
-        """Every symbol of the signature, solved from the samples."""
+        """Every symbol of the signature, solved from the samples.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).dims
+            {'T': 8, 'H': 4, 'D': 128, 'half': 64}
+        """
         if self._dims is None:
             self.check_support()
         return self._dims
@@ -161,6 +186,15 @@ class APIBase:
         Raises:
             ContractError: the samples contradict each other or the signature; names the operand.
             UnsupportedError: a valid call that this op does not serve; names the limit.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).check_support()
+            True
+            >>> RotaryEmbedding(x, table, TensorSpec((8, 4, 64), "bfloat16")).check_support()
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: out: wanted shape (T, H, D) = (8, 4, 128), got (8, 4, 64)
         """
         dims = self.signature.solve(self.samples, self._known())
         # whether a head dim is served matters more than how its rows lie
@@ -181,12 +215,28 @@ class APIBase:
         Raises:
             ContractError, UnsupportedError: as `check_support`, or `arch` is none we know.
             RuntimeError: the kernel would have to be compiled while a CUDA graph is being captured.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(8, 4, 128, device="cuda", dtype=torch.bfloat16)
+            >>> table, positions = rotary_table(1024, 128, device="cuda"), torch.arange(8, device="cuda")
+            >>> op = RotaryEmbedding(x, table, x, positions).compile()
+            >>> op.compile() is op
+            True
         """
         self._compile_for(arch, self._sample_device())
         return self
 
     def workspace_bytes(self) -> int:
-        """Bytes of scratch memory that `execute` takes for the samples' extents."""
+        """Bytes of scratch memory that `execute` takes for the samples' extents.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).workspace_bytes()
+            0
+        """
         return 0
 
     def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
@@ -200,6 +250,15 @@ class APIBase:
             ContractError: an operand is refused, by name; nothing was launched.
             UnsupportedError: compiled for an architecture that the operands' device does not run.
             RuntimeError: not compiled.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> op = MergeState(o, lse, o, lse, out, new_lse).compile()
+            >>> op.execute(o, lse, o_b=o, lse_b=lse, out=out, lse=new_lse)
+            >>> torch.testing.assert_close(out, o)
         """
         self._launch(self._ordered(operands, named), stream)
 
@@ -208,6 +267,16 @@ class APIBase:
 
         The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
         current when it is called. Arguments and errors as in `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> launch = MergeState(o, lse, o, lse, out, new_lse).compile().bind(o, lse, o, lse, out, new_lse)
+            >>> _ = o.fill_(2.0)
+            >>> launch()
+            >>> torch.testing.assert_close(out, o)
         """
         return self._bind(self._ordered(operands, named), stream)
 
@@ -230,7 +299,16 @@ class APIBase:
         return bound
 
     def __call__(self, *operands: torch.Tensor, **named: Any) -> None:
-        """Compile if needed, then `execute`."""
+        """Compile if needed, then `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> MergeState(o, lse, o, lse, out, new_lse)(o, lse, o, lse, out, new_lse)
+            >>> torch.testing.assert_close(out, o)
+        """
         if self._compiled is None:
             self._compile_for(self._arch_name, _device_index((*operands, *named.values())))
         return self.execute(*operands, **named)
@@ -240,6 +318,16 @@ class APIBase:
 
         Raises:
             ContractError, UnsupportedError: what the compiled entry refuses, or would, by name.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> op = MergeState(o, lse, o, lse, out, new_lse)
+            >>> op.check_call((o, lse, o, lse, out, lse))
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: lse: wanted memory of its own for an output, got memory shared with lse_b
         """
         self._check_kinds(operands)
         tensors = dict(zip(self.signature.names, operands, strict=True))
@@ -261,6 +349,16 @@ class APIBase:
         Raises:
             ContractError, UnsupportedError: as `check_support`.
             ContractError: an index is wrong; names the operand and the place in it.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x, (cos, sin) = torch.randn(2, 4, 128, device="cuda"), rotary_table(1024, 128, device="cuda")
+            >>> positions = torch.tensor([3, 5000], device="cuda")
+            >>> op = RotaryEmbedding(x, (cos, sin), x, positions)
+            >>> op.check_given((x, cos, sin, positions))
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: positions: wanted values in [0, 1024), got 5000 at index 1
         """
         self.check_support()
         names = (row.name for row in self.signature.operands if row.role in ("in", "update"))

@@ -53,6 +53,17 @@ class TensorSpec:
 
     Raises:
         ContractError: no extents, strides or device; a negative extent, or a stride of another rank than the shape.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TensorSpec
+        >>> spec = TensorSpec((2, 3), torch.bfloat16, stride=(8, 1))
+        >>> spec.itemsize, spec.numel, spec.span
+        (2, 6, 11)
+        >>> spec.outer_dims(), spec.device, spec.device_index
+        ([(1, 3), (8, 2)], 'cuda', None)
+        >>> TensorSpec.of(torch.zeros(2, 3), "x").stride
+        (3, 1)
     """
 
     shape: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import re
@@ -19,63 +20,75 @@ _DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _ON_GPU = re.compile(r'device"?[=:] ?"cuda')
 
 
-def public_objects() -> dict[str, tuple[Any, str]]:
-    """The public names, and those that the reference lists: ``name -> (object, module)``."""
-    shown = [path.rpartition(".") for path in _DIRECTIVE.findall((ROOT / "docs" / "reference.md").read_text())]
-    listed = {name: module for module, _, name in shown if not _is_module(f"{module}.{name}")}
-    # two listed names are called Request or register; a name of the package says which object it is
-    modules = {**listed, **cuteforge._MODULE_OF}
-    return {name: (getattr(importlib.import_module(module), name), module) for name, module in sorted(modules.items())}
+def public_names() -> dict[str, str]:
+    """The public names, and those that the reference lists, each with its module."""
+    paths = _DIRECTIVE.findall((ROOT / "docs" / "reference.md").read_text())
+    shown = (path.rpartition(".") for path in paths if _file_of(path) is None)
+    return dict(sorted({**{name: module for module, _, name in shown}, **cuteforge._MODULE_OF}.items()))
 
 
-def _is_module(path: str) -> bool:
-    try:
-        importlib.import_module(path)
-    except ModuleNotFoundError:
-        return False
-    return True
+def _file_of(module: str) -> Path | None:
+    """The source of a module, None for what is no module. Importing it might need what it integrates with."""
+    path = ROOT.joinpath("python", *module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+@functools.cache
+def _docstrings(module: str) -> dict[str, str]:
+    """Of the functions, classes and variables of a module; a variable's is the text that follows its assignment."""
+    body = ast.parse(_file_of(module).read_text()).body
+    found = {}
+    for statement, following in zip(body, [*body[1:], None]):
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            found[statement.name] = ast.get_docstring(statement)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and _is_text(following):
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            found[ast.unparse(target)] = inspect.cleandoc(following.value.value)
+    return {name: text for name, text in found.items() if text}
+
+
+def _is_text(statement: Any) -> bool:
+    return isinstance(getattr(getattr(statement, "value", None), "value", None), str) and isinstance(statement, ast.Expr)
 
 
 def docstring_of(name: str) -> str:
-    """Of a public name; a name that is neither a class nor a function has the text that follows its assignment."""
-    value, module = public_objects()[name]
-    if inspect.isclass(value) or inspect.isfunction(value):
-        return inspect.getdoc(value) or ""
-    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
-    for statement, following in zip(body, body[1:]):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if any(getattr(target, "id", None) == name for target in targets) and isinstance(following, ast.Expr):
-            text = getattr(following.value, "value", "")
-            return inspect.cleandoc(text) if isinstance(text, str) else ""
-    return ""
+    """Of a public name."""
+    module = public_names()[name]
+    if name in _docstrings(module):
+        return _docstrings(module)[name]
+    made_in = getattr(getattr(importlib.import_module(module), name), "__module__", "")
+    return _docstrings(made_in).get(name, "") if made_in.startswith("cuteforge.") else ""
+
+
+def class_of(name: str) -> type | None:
+    """The class of a public name, None where it is none. Integrations have functions only."""
+    module = public_names()[name]
+    value = None if module.startswith("cuteforge.integrations.") else getattr(importlib.import_module(module), name)
+    return value if inspect.isclass(value) else None
 
 
 def methods_of(name: str) -> list[str]:
     """Public methods and properties of a class, those that it inherits from the package included."""
-    value, _ = public_objects()[name]
-    if not inspect.isclass(value):
-        return []
-    found = {}
-    for owner in reversed([each for each in value.__mro__ if each.__module__.startswith("cuteforge")]):
-        for method, member in vars(owner).items():
-            is_code = inspect.isfunction(member) or isinstance(member, (property, classmethod, staticmethod))
-            if is_code and (method == "__call__" or not method.startswith("_")):
-                found[method] = member
-    return sorted(found)
+    owners = getattr(class_of(name), "__mro__", ())
+    members = {key: x for owner in owners if owner.__module__.startswith("cuteforge") for key, x in vars(owner).items()}
+    kinds = (property, classmethod, staticmethod)
+    return sorted(
+        key
+        for key, member in members.items()
+        if (inspect.isfunction(member) or isinstance(member, kinds)) and (key == "__call__" or not key.startswith("_"))
+    )
 
 
 def method_docstring(name: str, method: str) -> str:
     """Of a method; one that overrides another without a text of its own has that one's."""
-    return inspect.getdoc(getattr(public_objects()[name][0], method)) or ""
+    return inspect.getdoc(getattr(class_of(name), method)) or ""
 
 
-def owner_of(name: str, method: str) -> str:
-    """The class whose text documents a method: the last one that has a text."""
-    for owner in public_objects()[name][0].__mro__:
-        member = vars(owner).get(method)
-        if member is not None and getattr(member, "__doc__", None):
-            return owner.__name__
-    return name
+def _documented_as(name: str, method: str) -> str:
+    """The class that has the text of a method, and the method."""
+    owners: tuple[Any, ...] = class_of(name).__mro__
+    owner = next((o for o in owners if getattr(vars(o).get(method), "__doc__", None)), owners[0])
+    return f"{owner.__name__}.{method}"
 
 
 def code_of(docstring: str) -> str:
@@ -85,17 +98,15 @@ def code_of(docstring: str) -> str:
 
 def is_shown(name: str, method: str) -> bool:
     """Whether a method has an example of its own, or the example of its class uses it."""
-    in_class = code_of(docstring_of(name))
-    used = method in in_class if method == "__call__" else re.search(rf"\.{method}\b", in_class)
-    return bool(used or code_of(method_docstring(name, method)))
+    in_class = re.search(rf"\.{method}\b", code_of(docstring_of(name)))
+    return bool(in_class or code_of(method_docstring(name, method)))
 
 
 def all_examples() -> dict[str, str]:
     """``id -> docstring`` of every text with an example, inherited ones once."""
-    texts = {name: docstring_of(name) for name in public_objects()}
-    for name in public_objects():
-        for method in methods_of(name):
-            texts[f"{owner_of(name, method)}.{method}"] = method_docstring(name, method)
+    texts = {name: docstring_of(name) for name in public_names()}
+    for name in public_names():
+        texts |= {_documented_as(name, method): method_docstring(name, method) for method in methods_of(name)}
     return {name: text for name, text in texts.items() if code_of(text)}
 
 

@@ -16,7 +16,7 @@ from helpers.floor import floor_of
 from helpers.policy import restored_registry
 from helpers.reference_kernels import stand_in_gpu
 
-NAMES = sorted(examples.public_objects())
+NAMES = sorted(examples.public_names())
 METHODS = [(name, method) for name in NAMES for method in examples.methods_of(name)]
 EXAMPLES = examples.all_examples()
 ON_GPU = [name for name, text in EXAMPLES.items() if examples.needs_gpu(text)]

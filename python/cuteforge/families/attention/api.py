@@ -68,6 +68,20 @@ class GQADecode(_Decode):
     Numerics: products of 16-bit operands summed in fp32; maxima, exponentials and sums fp32; the weights are rounded to the dtype of v where they
     meet it, and divided by the sum of the rounded ones (prefill on sm_90a: of the weights before); one rounding of the result. The same bits at every
     run.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from cuteforge import GQADecode
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 256, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> out = torch.empty_like(q)
+        >>> op = GQADecode(q, k, v, out).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(q, k, v, out, workspace=workspace)
+        >>> expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+        >>> bool((out - expected.transpose(1, 2)).abs().max() < 0.02)
+        True
     """
 
     _REQUIRED = ("q", "k", "v", "out")
@@ -95,6 +109,17 @@ class GQAPrefill(AttentionOp):
         seqlens_k: ``(B,)`` int32, only with dense keys.
         mask: as in decode; of packed requests it has a row for each of the request's tokens, and what it lacks counts as masked.
         lse: ``(B, Hq, L)``, or packed ``(Hq, T)``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import GQAPrefill
+        >>> q = torch.randn(1, 256, 16, 128, device="cuda", dtype=torch.float16)
+        >>> k, v = torch.randn(2, 1, 256, 2, 128, device="cuda", dtype=torch.float16)
+        >>> out, lse = torch.empty_like(q), torch.empty(1, 16, 256, device="cuda")
+        >>> op = GQAPrefill(q, k, v, out, lse=lse, causal=True).compile()
+        >>> op.execute(q, k, v, out, lse=lse)
+        >>> torch.equal(out[:, 0], v[:, 0].repeat_interleave(8, dim=1))  # the first query sees one key
+        True
     """
 
     _REQUIRED = ("q", "k", "v", "out")
@@ -157,6 +182,20 @@ class PagedGQADecode(_Paged, _Decode):
         new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``: the last key and value of each request. They are used instead of what the pool holds, and
             stored there; a negative page number stores nothing. Both or neither. Requests must not share the page of their last token.
         mask: as in decode, its columns absolute positions; what it lacks counts as masked.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import PagedGQADecode
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> seqlens_k = torch.tensor([20, 1], device="cuda", dtype=torch.int32)
+        >>> q = torch.randn(2, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> out = torch.empty_like(q)
+        >>> op = PagedGQADecode(q, k_cache, v_cache, page_table, out, seqlens_k=seqlens_k).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(q, k_cache, v_cache, page_table, out, seqlens_k=seqlens_k, workspace=workspace)
+        >>> torch.equal(out[1], v_cache[1, 0].repeat_interleave(4, dim=0))  # request 1 has one key
+        True
     """
 
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
@@ -185,6 +224,20 @@ class PagedGQAPrefill(_Paged, AttentionOp):
         cu_seqlens_q: ``(B+1,)`` int32 offsets of the requests' tokens, from 0. Which tile is whose is found on the device. Tokens past the last
             request see nothing.
         lse: ``(Hq, T)``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import PagedGQAPrefill
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)  # prompts of 20 and 5 tokens
+        >>> q, seqlens_k = torch.randn(25, 32, 128, device="cuda", dtype=torch.bfloat16), cu_seqlens.diff()
+        >>> out = torch.empty_like(q)
+        >>> tensors = (q, k_cache, v_cache, page_table, cu_seqlens, out)
+        >>> op = PagedGQAPrefill(*tensors, seqlens_k=seqlens_k, causal=True).compile()
+        >>> op.execute(*tensors, seqlens_k=seqlens_k)
+        >>> torch.equal(out[20], v_cache[1, 0].repeat_interleave(4, dim=0))  # the first query of request 1 sees one key
+        True
     """
 
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")

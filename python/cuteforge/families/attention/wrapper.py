@@ -75,6 +75,18 @@ def gqa_decode_wrapper(
     Raises:
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import gqa_decode_wrapper
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> seqlens_k = torch.tensor([512, 1], device="cuda", dtype=torch.int32)
+        >>> out, lse = gqa_decode_wrapper(q, k, v, seqlens_k=seqlens_k, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 1, 32, 128]), torch.Size([2, 32, 1]))
+        >>> torch.equal(out[1, 0], v[1, 0].repeat_interleave(4, dim=0))  # request 1 has one key
+        True
     """
     tensors = (q, k, v, seqlens_k, mask, sinks)
     return _attend(GQADecode, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap, num_splits))
@@ -90,6 +102,19 @@ def gqa_prefill_wrapper(
 
     Returns:
         ``TupleDict(out=(B, L, Hq, Dv))`` or ``(T, Hq, Dv)``, with ``lse=(B, Hq, L)`` or ``(Hq, T)`` if asked for.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import gqa_prefill_wrapper
+        >>> q = torch.randn(25, 32, 128, device="cuda", dtype=torch.bfloat16)  # prompts of 20 and 5 tokens, packed
+        >>> k, v = torch.randn(2, 25, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        >>> out = gqa_prefill_wrapper(q, k, v, **packed, causal=True, window=(8, 0))["out"]
+        >>> out.shape
+        torch.Size([25, 32, 128])
+        >>> torch.equal(out[20], v[20].repeat_interleave(4, dim=0))  # the first query of request 1 sees one key
+        True
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqlens_k, mask, sinks)
     return _attend(GQAPrefill, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap))
@@ -108,6 +133,18 @@ def paged_gqa_decode_wrapper(
 
     Returns:
         ``TupleDict(out)``, shape of q with Dv for D, with ``lse=(B, Hq, L)`` if asked for.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import paged_gqa_decode_wrapper
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> seqlens_k = torch.tensor([20, 5], device="cuda", dtype=torch.int32)  # the new tokens included
+        >>> q = torch.randn(2, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> new = dict(zip(("new_k", "new_v"), torch.randn(2, 2, 8, 128, device="cuda", dtype=torch.bfloat16)))
+        >>> out = paged_gqa_decode_wrapper(q, k_cache, v_cache, page_table, seqlens_k=seqlens_k, **new)["out"]
+        >>> torch.equal(k_cache[7, 3], new["new_k"][0])  # token 19 of request 0 is stored: page 7, slot 3
+        True
     """
     tensors = (q, k_cache, v_cache, page_table, seqlens_k, kv_indptr, page_table_rows, new_k, new_v, mask, sinks)
     return _attend(
@@ -126,6 +163,18 @@ def paged_gqa_prefill_wrapper(
 
     Returns:
         ``TupleDict(out=(T, Hq, Dv))``, with ``lse=(Hq, T)`` if asked for.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import paged_gqa_prefill_wrapper
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)  # prompts of 20 and 5 tokens
+        >>> q, seqlens_k = torch.randn(25, 32, 128, device="cuda", dtype=torch.bfloat16), cu_seqlens.diff()
+        >>> options = {"seqlens_k": seqlens_k, "causal": True, "return_lse": True}
+        >>> out, lse = paged_gqa_prefill_wrapper(q, k_cache, v_cache, page_table, cu_seqlens, **options)
+        >>> out.shape, lse.shape
+        (torch.Size([25, 32, 128]), torch.Size([32, 25]))
     """
     tensors = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, kv_indptr, page_table_rows, mask, sinks)
     return _attend(PagedGQAPrefill, tensors, out, return_lse, stream, softmax_scale, (causal, window, softcap))
@@ -138,6 +187,15 @@ def attn_decode(
 
     Raises:
         RuntimeError: the kernel does not run here (UnsupportedError).
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attn_decode
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> mask = torch.arange(512, device="cuda") < torch.tensor([[512], [40]], device="cuda")  # (B, S)
+        >>> attn_decode(q, k, v, mask).shape
+        torch.Size([2, 1, 32, 128])
     """
     return gqa_decode_wrapper(q, k, v, mask=mask, causal=is_causal, softmax_scale=scale)["out"]
 
@@ -145,7 +203,16 @@ def attn_decode(
 def attn_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """``gqa_prefill_wrapper(…)["out"]`` of dense tensors; as `attn_decode`."""
+    """``gqa_prefill_wrapper(…)["out"]`` of dense tensors; as `attn_decode`.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attn_prefill
+        >>> q = torch.randn(2, 64, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 64, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> attn_prefill(q, k, v, is_causal=True).shape
+        torch.Size([2, 64, 32, 128])
+    """
     return gqa_prefill_wrapper(q, k, v, mask=mask, causal=is_causal, softmax_scale=scale)["out"]
 
 
@@ -153,7 +220,18 @@ def attn_paged_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seqlens_k: torch.Tensor,
     mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``paged_gqa_decode_wrapper(…)["out"]``; as `attn_decode`."""
+    """``paged_gqa_decode_wrapper(…)["out"]``; as `attn_decode`.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attn_paged_decode
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> seqlens_k = torch.tensor([20, 5], device="cuda", dtype=torch.int32)
+        >>> q = torch.randn(2, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> attn_paged_decode(q, k_cache, v_cache, page_table, seqlens_k).shape
+        torch.Size([2, 32, 128])
+    """
     config = {"seqlens_k": seqlens_k, "mask": mask, "causal": is_causal, "softmax_scale": scale}
     return paged_gqa_decode_wrapper(q, k_cache, v_cache, page_table, **config)["out"]
 
@@ -162,7 +240,18 @@ def attn_paged_prefill(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor,
     mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``paged_gqa_prefill_wrapper(…)["out"]``; as `attn_decode`."""
+    """``paged_gqa_prefill_wrapper(…)["out"]``; as `attn_decode`.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attn_paged_prefill
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_q = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)  # prompts of 20 and 5 tokens
+        >>> q, lens = torch.randn(25, 32, 128, device="cuda", dtype=torch.bfloat16), cu_seqlens_q.diff()
+        >>> attn_paged_prefill(q, k_cache, v_cache, page_table, cu_seqlens_q, lens, is_causal=True).shape
+        torch.Size([25, 32, 128])
+    """
     config = {"seqlens_k": seqlens_k, "mask": mask, "causal": is_causal, "softmax_scale": scale}
     return paged_gqa_prefill_wrapper(q, k_cache, v_cache, page_table, cu_seqlens_q, **config)["out"]
 

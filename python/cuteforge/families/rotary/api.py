@@ -78,6 +78,19 @@ class RotaryEmbedding(APIBase):
     to call without compiling again.
 
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import RotaryEmbedding, rotary_table
+        >>> x = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> table, positions = rotary_table(4096, 128, device="cuda"), torch.arange(8, device="cuda")
+        >>> out = torch.empty_like(x)
+        >>> op = RotaryEmbedding(x, table, out, positions, interleaved=False).compile()
+        >>> op.signature.names
+        ('x', 'out', 'cos', 'sin', 'positions')
+        >>> op.execute(x, table, out, positions)
+        >>> torch.equal(out[0], x[0])  # position 0 is not turned
+        True
     """
 
     _varying = {
@@ -133,6 +146,17 @@ class RotaryEmbedding(APIBase):
 
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(8, 32, 128, device="cuda")
+            >>> table, positions = rotary_table(4096, 128, device="cuda"), torch.arange(8, device="cuda")
+            >>> turned = x.clone()
+            >>> op = RotaryEmbedding(turned, table, turned, positions).compile()
+            >>> op.execute(turned, table, turned, positions)  # in place
+            >>> op.execute(turned, table, turned, positions, inverse=True)
+            >>> torch.testing.assert_close(turned, x, atol=1e-4, rtol=1e-4)
         """
         self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
@@ -142,7 +166,20 @@ class RotaryEmbedding(APIBase):
         k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
         inverse: bool = False, stream: Stream | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`."""
+        """Validate once and return a launch of these very buffers; arguments as `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(4, 32, 128, device="cuda", dtype=torch.bfloat16)
+            >>> table = rotary_table(4096, 128, device="cuda")
+        >>> positions = torch.zeros(4, device="cuda", dtype=torch.int64)
+            >>> out = torch.empty_like(x)
+            >>> launch = RotaryEmbedding(x, table, out, positions).compile().bind(x, table, out, positions)
+            >>> for _ in range(3):
+            ...     launch()
+            ...     _ = positions.add_(1)
+        """
         return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def _operands(self, x, table, out, positions, k, k_out) -> tuple:

@@ -229,6 +229,18 @@ def rotary_table(
     Raises:
         ContractError: names the argument, or the key of `scaling`.
         UnsupportedError: a type of transformers that one table cannot serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import rotary_table
+        >>> cos, sin = rotary_table(4096, 128)
+        >>> cos.shape, cos.dtype
+        (torch.Size([4096, 64]), torch.float32)
+        >>> llama = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        ...          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        >>> cos, sin = rotary_table(131072, 128, scaling=llama)
+        >>> torch.equal(cos[0], torch.ones(64))
+        True
     """
     max_pos = integer("max_pos", max_pos, least=0, most=_MOST_POSITIONS)
     frequencies, amplitude = rotary_frequencies(rotary_dim, base, scaling)

@@ -63,6 +63,16 @@ def rotary_wrapper(
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
         RuntimeError: in place on a leaf that requires grad, or on a view of one.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import rotary_table, rotary_wrapper
+        >>> x = torch.randn(2, 8, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> cos, sin = rotary_table(4096, 64, device="cuda")  # turns 64 of the 128 columns
+        >>> positions = torch.arange(8, device="cuda").expand(2, 8).contiguous()
+        >>> out = rotary_wrapper(x, cos=cos, sin=sin, positions=positions, interleaved=False)["out"]
+        >>> torch.equal(out[..., 64:], x[..., 64:])
+        True
     """
     (out,) = _rotate((x, out, freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(out=out)
@@ -89,6 +99,17 @@ def rotary_qk_wrapper(
 
     Returns:
         ``TupleDict(q, k)``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import rotary_qk_wrapper, rotary_table
+        >>> qkv = torch.randn(8, 32 + 8 + 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> q, k, v = qkv.split((32, 8, 8), dim=1)
+        >>> cos, sin = rotary_table(4096, 128, device="cuda")
+        >>> table = {"cos": cos, "sin": sin, "positions": torch.arange(8, device="cuda")}
+        >>> results = rotary_qk_wrapper(q, k, **table, q_out=q, k_out=k)  # in place
+        >>> results["q"] is q
+        True
     """
     q, k = _rotate((q, k, q_out, k_out, freqs_cis, cos, sin, positions), interleaved, inverse, stream)
     return TupleDict(q=q, k=k)
@@ -99,6 +120,14 @@ def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 
     Raises:
         RuntimeError: the kernel does not run here (UnsupportedError).
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import rotary_emb
+        >>> x = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> angles = torch.outer(torch.arange(8), 10000 ** -torch.arange(0, 1, 1 / 64)).to(device="cuda")
+        >>> rotary_emb(x, torch.stack((angles.cos(), angles.sin()), dim=-1)).shape
+        torch.Size([8, 32, 128])
     """
     return rotary_wrapper(x, freqs_cis)["out"]
 

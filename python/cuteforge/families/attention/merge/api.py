@@ -58,6 +58,18 @@ class MergeState(APIBase):
     ``execute(o_a, lse_a, o_b, lse_b, out, lse, stream=None)`` writes all of `out` and `lse`.
 
     Numerics: fp32, the weights normalised before they are used, one rounding at the store.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import MergeState
+        >>> o_a, o_b = torch.randn(2, 8, 4, 64, device="cuda")  # 8 tokens of 4 heads
+        >>> lse_a, lse_b = torch.zeros(2, 4, 8, device="cuda")  # both sets of keys weigh the same
+        >>> out, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
+        >>> op = MergeState(o_a, lse_a, o_b, lse_b, out, lse).compile()
+        >>> op.signature.names
+        ('o_a', 'lse_a', 'o_b', 'lse_b', 'out', 'lse')
+        >>> op.execute(o_a, lse_a, o_b, lse_b, out, lse)
+        >>> torch.testing.assert_close(out, (o_a + o_b) / 2)
     """
 
     def __init__(self, o_a: Sample, lse_a: Sample, o_b: Sample, lse_b: Sample, out: Sample, lse: Sample) -> None:
@@ -102,6 +114,17 @@ def merge_state(
     Raises:
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import gqa_decode_wrapper, merge_state
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 256, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> first = gqa_decode_wrapper(q, k[:, :100], v[:, :100], return_lse=True)
+        >>> second = gqa_decode_wrapper(q, k[:, 100:], v[:, 100:], return_lse=True)
+        >>> out, lse = merge_state(*first, *second)
+        >>> bool((out - gqa_decode_wrapper(q, k, v)["out"]).abs().max() < 0.02)
+        True
     """
     check_outputs(o_a)
     inputs = (o_a, lse_a, o_b, lse_b)

@@ -141,6 +141,19 @@ class CSACompressorForward(_Compressor):
 
     Numerics: fp32 arithmetic, rounded once. NaN and Inf propagate as in the eager computation; a score of -inf has weight 0, a window of
     -inf only gives NaN. The result is the same bits at every run.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CSACompressorForward
+        >>> kv, score = torch.randn(2, 25, 2 * 64, device="cuda", dtype=torch.bfloat16)  # segments of 20 and 5 tokens
+        >>> ape = torch.randn(4, 2 * 64, device="cuda")
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)  # a row for every 4 tokens
+        >>> out = torch.empty(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> op = CSACompressorForward(kv, score, ape, cu_seqlens, cu_seqlens_comp, out, ratio=4, coff=2).compile()
+        >>> op.execute(kv, score, ape, cu_seqlens, cu_seqlens_comp, out)
+        >>> bool(out.isfinite().all())
+        True
     """
 
     signature: Signature = FORWARD
@@ -196,6 +209,21 @@ class CSACompressorBackward(_Compressor):
 
     Numerics: for ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on CUDA bit for bit before the one rounding to the
     dtype of kv. grad_kv and grad_score are the same bits at every run in either mode.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CSACompressorBackward
+        >>> kv, score = torch.randn(2, 25, 64, device="cuda", dtype=torch.bfloat16)
+        >>> ape, grad_out = torch.zeros(4, 64, device="cuda"), torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)
+        >>> grads = torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
+        >>> tensors = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *grads)
+        >>> op = CSACompressorBackward(*tensors, ratio=4, coff=1).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(*tensors, workspace=workspace)
+        >>> bool(grads[0][24].eq(0).all())  # the last token is in no block
+        True
     """
 
     _BUILDER = "cuteforge.families.csa.compressor.backward:build"
@@ -230,7 +258,17 @@ class CSACompressorBackward(_Compressor):
         return self.workspace_bytes_on(self._sample_device())
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
-        """`workspace_bytes` for operands of another GPU than the samples'."""
+        """`workspace_bytes` for operands of another GPU than the samples'.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import CSACompressorBackward
+            >>> kv, ape = torch.empty(8, 64, device="cuda"), torch.empty(4, 64, device="cuda")
+            >>> cuts, grad_out = torch.empty(2, device="cuda", dtype=torch.int32), torch.empty(2, 32, device="cuda")
+            >>> op = CSACompressorBackward(kv, kv, ape, cuts, cuts, grad_out, kv, kv, ape)
+            >>> op.workspace_bytes_on(torch.cuda.current_device()) == op.workspace_bytes()
+            True
+        """
         if not self.deterministic:
             return 0
         if device_index not in self._workspace_bytes:
@@ -279,7 +317,23 @@ class CSACompressorBackward(_Compressor):
         stream: Stream | None = None,
         **named: torch.Tensor,
     ) -> Callable[[], None]:
-        """As `APIBase.bind`; the workspace belongs to the bound launch alone."""
+        """As `APIBase.bind`; the workspace belongs to the bound launch alone.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import CSACompressorBackward
+            >>> kv, score = torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16)
+            >>> ape = torch.zeros(4, 64, device="cuda")
+        >>> grad_out = torch.ones(2, 64, device="cuda", dtype=torch.bfloat16)
+            >>> cuts = torch.tensor([[0, 8], [0, 2]], device="cuda", dtype=torch.int32)
+            >>> grads = torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
+            >>> tensors = (kv, score, ape, *cuts, grad_out, *grads)
+            >>> op = CSACompressorBackward(*tensors, ratio=4, coff=1, deterministic=False).compile()
+            >>> launch = op.bind(*tensors)
+            >>> launch()
+            >>> bool((grads[0].float().sum(0) - 2).abs().max() < 0.02)  # the weights of each of two rows add up to 1
+            True
+        """
         if self.deterministic:
             named["workspace"] = workspace
         else:

@@ -59,6 +59,17 @@ def csa_compressor_forward_wrapper(
     Raises:
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import csa_compressor_forward_wrapper
+        >>> kv, score = torch.randn(2, 25, 2 * 64, device="cuda", dtype=torch.bfloat16)  # segments of 20 and 5 tokens
+        >>> ape = torch.randn(4, 2 * 64, device="cuda")
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)  # a row for every 4 tokens
+        >>> out = csa_compressor_forward_wrapper(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp=6)["out"]
+        >>> out.shape
+        torch.Size([6, 64])
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if stream is None and type(total_comp) is int and 0 <= total_comp <= _MOST_ROWS:
@@ -98,6 +109,18 @@ def csa_compressor_backward_wrapper(
         ContractError, UnsupportedError: as the forward wrapper; also for an operand that requires grad in grad mode, since no graph is
             recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import csa_compressor_backward_wrapper
+        >>> kv, score = torch.randn(2, 25, 64, device="cuda", dtype=torch.bfloat16)
+        >>> ape, grad_out = torch.zeros(4, 64, device="cuda"), torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)
+        >>> tensors = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
+        >>> grad_kv, grad_score, grad_ape = csa_compressor_backward_wrapper(*tensors, ratio=4, coff=1)
+        >>> bool(grad_kv[24].eq(0).all())  # the last token is in no block
+        True
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), None
     # whether atomics may be used is asked of torch at each call

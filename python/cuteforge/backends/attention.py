@@ -71,6 +71,16 @@ def attention(
     Raises:
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: no backend serves the call, or not the one that was asked for; lists the refusals. Nothing was launched.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention
+        >>> q = torch.randn(2, 5, 8, 64, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 7, 2, 64)
+        >>> out = attention(q, k, v, is_causal=True)
+        >>> out.shape
+        torch.Size([2, 5, 8, 64])
+        >>> out.sum().backward()
     """
     options, known_as = _options(window, softcap, sinks), None
     if kv_cache is None and not options and not is_traced(q):

@@ -80,6 +80,16 @@ def compress(
     Raises:
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import compress
+        >>> kv, score = torch.randn(2, 25, 2 * 64)  # segments of 20 and 5 tokens
+        >>> ape = torch.zeros(4, 2 * 64, requires_grad=True)
+        >>> out = compress(kv, score, ape, torch.tensor([0, 20, 25]), ratio=4, coff=2)
+        >>> out.shape
+        torch.Size([6, 64])
+        >>> out.sum().backward()
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if type(total_comp) is int and total_comp >= 0 and not is_dynamo_compiling():

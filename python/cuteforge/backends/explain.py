@@ -30,6 +30,16 @@ def explain(function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args
 
     Raises:
         ContractError: no policy function, or arguments that the call would refuse before it chooses.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, explain
+        >>> q = k = v = torch.randn(1, 16, 8, 64, dtype=torch.bfloat16)
+        >>> print(explain(attention, q, k, v, is_causal=True))
+        attention: torch_native (by priority)
+          cuda          the kernels run on CUDA, this call is on cpu
+          flash         flash-attn runs on CUDA, this call is on cpu
+          torch_native  chosen
     """
     if isinstance(function, torch.Tensor):
         return explain_attention(function, *args, **kwargs)

@@ -21,7 +21,17 @@ _Backend = TypeVar("_Backend", bound="AttentionBackend | type[AttentionBackend]"
 
 
 class ATTN_BACKEND(enum.Enum):
-    """The library's own backends; the values are their names."""
+    """The library's own backends; the values are their names.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import ATTN_BACKEND, attention
+        >>> [backend.value for backend in ATTN_BACKEND]
+        ['cuda', 'flash', 'torch_native']
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> attention(q, k, v, backend=ATTN_BACKEND.TORCH_NATIVE).shape
+        torch.Size([1, 16, 8, 64])
+    """
 
     CUDA = CudaBackend.name
     FLASH = FlashAttnBackend.name
@@ -51,6 +61,20 @@ def register_backend(backend: _Backend) -> _Backend:
 
     Raises:
         ContractError: no backend, or its name is no text.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TorchNativeBackend, attention, register_backend
+        >>> @register_backend
+        ... class Counted(TorchNativeBackend):
+        ...     name, priority, calls = "counted", -1, 0  # below 0: only where it is asked for
+        ...     def forward(self, *operands, **options):
+        ...         Counted.calls += 1
+        ...         return super().forward(*operands, **options)
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> out = attention(q, k, v, backend="counted")
+        >>> Counted.calls
+        1
     """
     global _backends
     instance = _instance_of(backend, "backend") if _is_backend_class(backend) else backend
@@ -128,6 +152,15 @@ def attn_backend(backend: Backend) -> Iterator[AttentionBackend]:
 
     Raises:
         ContractError: no backend of that name.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, attn_backend
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> with attn_backend("torch_native") as backend:
+        ...     out = attention(q, k, v)
+        >>> backend.name
+        'torch_native'
     """
     chosen = resolve(backend)
     token = _context.set(chosen)

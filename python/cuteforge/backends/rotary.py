@@ -73,6 +73,15 @@ def apply_rotary_emb(
     Raises:
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import apply_rotary_emb, rotary_table
+        >>> x = torch.randn(2, 8, 4, 64)
+        >>> cos, sin = rotary_table(1024, 64)
+        >>> table = {"cos": cos, "sin": sin, "positions": torch.arange(8).expand(2, 8)}
+        >>> turned = apply_rotary_emb(x, **table, interleaved=False)
+        >>> torch.testing.assert_close(apply_rotary_emb(turned, **table, interleaved=False, inverse=True), x)
     """
     table, known_as = (freqs_cis, cos, sin, positions), None
     tensors = (x, None, *table)

@@ -22,6 +22,13 @@ class TorchNativeBackend(AttentionBackend):
     Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads
     from the device. Under CUDA graph capture that cannot be read, so it pads to the width of the page table. Gradients
     reach q and the new tokens' k and v; what earlier calls stored is constant.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TorchNativeBackend, attention
+        >>> q, k, v = torch.randn(3, 1, 16, 8, 40, dtype=torch.float64)
+        >>> attention(q, k, v, window=(4, 0), backend=TorchNativeBackend).dtype
+        torch.float64
     """
 
     name = "torch_native"

@@ -27,6 +27,16 @@ class CacheFull(RuntimeError):
         limit: the argument of the cache that decides, ``num_pages`` or ``max_requests``.
         total: its value.
         needed, free: how many more the call needs, and how many there are.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CacheFull, KVCache
+        >>> cache = KVCache(1, 2, 64, num_pages=1, page_size=16, max_seqlen=64, dtype=torch.float32, device="cpu")
+        >>> try:
+        ...     cache.bind_prefill([cache.add()], [20])
+        ... except CacheFull as error:
+        ...     print(error)
+        num_pages: needed 2 more, 1 of 1 free
     """
 
     limit: str

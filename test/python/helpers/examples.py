@@ -98,7 +98,7 @@ def code_of(docstring: str) -> str:
 
 def is_shown(name: str, method: str) -> bool:
     """Whether a method has an example of its own, or the example of its class uses it."""
-    in_class = re.search(rf"\.{method}\b", code_of(docstring_of(name)))
+    in_class = re.search(rf"(\.|def ){method}\b", code_of(docstring_of(name)))
     return bool(in_class or code_of(method_docstring(name, method)))
 
 

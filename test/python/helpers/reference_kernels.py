@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cuteforge.backends import compressor, cuda, kernels, rotary
 from cuteforge.families.attention import operands
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
@@ -42,6 +43,7 @@ def stand_in_gpu(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(streams, "current_stream_query", lambda: lambda index: STREAM)
+    _let_policies_choose_kernels(monkeypatch)
     launches = stub_wrappers(monkeypatch, launch_reference)
     next(launches)
     try:
@@ -49,6 +51,14 @@ def stand_in_gpu(monkeypatch) -> Iterator[None]:
             yield
     finally:
         launches.close()
+
+
+def _let_policies_choose_kernels(monkeypatch) -> None:
+    """Kernels refuse only what they would refuse on a GPU with a compiler. Who asks has to forget what was chosen before and within."""
+    refusals, gpu = kernels.kernel_refusals, torch.device("cuda", 0)
+    monkeypatch.setattr(kernels, "_check_toolchain", lambda device: None)
+    for policy in (cuda, rotary, compressor):
+        monkeypatch.setattr(policy, "kernel_refusals", lambda device, sample: refusals(gpu, sample))
 
 
 def launch_reference(key: KernelKey, args: tuple) -> None:

@@ -279,7 +279,15 @@ class KVCache:
         return self._allocator[request].num_tokens
 
     def cached_tokens(self, request: int) -> int:
-        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them."""
+        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.cached_tokens(cache.add([1, 2, 3]))  # no other request has these tokens
+            0
+        """
         return self._allocator[request].num_cached
 
     def bind_prefill(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
@@ -462,7 +470,18 @@ class KVCache:
 
     @property
     def is_stored(self) -> bool:
-        """Whether every layer has the tokens of the bound batch; False where nothing is bound."""
+        """Whether every layer has the tokens of the bound batch; False where nothing is bound.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.bind_decode([cache.add()])
+            >>> before = cache.is_stored
+            >>> cache.append(0, *torch.randn(2, 1, 2, 64))
+            >>> before, cache.is_stored
+            (False, True)
+        """
         return self.batch is not None and not self._missing
 
     def _mark(self, layers: int) -> None:

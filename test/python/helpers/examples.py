@@ -48,7 +48,8 @@ def _docstrings(module: str) -> dict[str, str]:
 
 
 def _is_text(statement: Any) -> bool:
-    return isinstance(getattr(getattr(statement, "value", None), "value", None), str) and isinstance(statement, ast.Expr)
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def docstring_of(name: str) -> str:

@@ -106,6 +106,15 @@ class _Compressor(APIBase):
         check_offsets(tensors["cu_seqlens"], tensors["cu_seqlens_comp"], tensors["kv"].shape[0], self.ratio)
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
+        """`workspace_bytes` for operands of another GPU than the samples': 0, as the forward pass needs none.
+
+        Examples:
+            >>> from cuteforge import CSACompressorForward, TensorSpec
+            >>> tokens, ape = TensorSpec((8, 64), "bfloat16"), TensorSpec((4, 64), "float32")
+            >>> cuts, out = TensorSpec((2,), "int32"), TensorSpec((2, 32), "bfloat16")
+            >>> CSACompressorForward(tokens, tokens, ape, cuts, cuts, out).workspace_bytes_on(0)
+            0
+        """
         return 0
 
     def _check_operands(self, operands: tuple) -> None:

@@ -137,17 +137,19 @@ class AttentionOp(APIBase):
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Write all of `out`, and of `lse`. No allocation, copy, device read or synchronization.
+        """Write all of `out`, and of `lse` where there is one. No allocation, copy, device read or synchronization.
 
         Args:
-            operands, named: as the samples, in their order and by their names.
+            operands, named: tensors like the samples, in their order or by their names. Pass exactly the optional ones
+                that the op was made with.
             softmax_scale: None for that of the op.
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may
-                run at the same time need two.
+            workspace: uint8 of at least `workspace_bytes()` bytes, 16-byte aligned, where that is not 0. Its contents
+                do not matter before or after. Two calls that may run at the same time need two.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
 
         Examples:
             >>> import torch
@@ -165,7 +167,10 @@ class AttentionOp(APIBase):
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own.
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
+
+        The workspace must serve no other launch that may run at the same time.
 
         Examples:
             >>> import torch
@@ -226,7 +231,7 @@ class AttentionOp(APIBase):
         return given
 
     def workspace_bytes(self) -> int:
-        """Bytes of the uint8 workspace that `execute` takes, the same for all sizes; 0 where none is needed.
+        """Bytes of the uint8 workspace that `execute` takes: the same for all sizes, 0 where none is needed.
 
         Examples:
             >>> import torch
@@ -241,7 +246,7 @@ class AttentionOp(APIBase):
         return self.workspace_bytes_on(self._sample_device())
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
-        """`workspace_bytes` for operands of another GPU than the samples'.
+        """`workspace_bytes` for operands on another GPU than that of the samples.
 
         Examples:
             >>> import torch

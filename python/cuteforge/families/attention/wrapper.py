@@ -57,23 +57,27 @@ def gqa_decode_wrapper(
     softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
     stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
-    """Attention of a few query tokens; see `GQADecode` for the operation, shapes and numerics.
+    """Attention of a few query tokens over dense keys and values; see `GQADecode` for the operation, arguments and
+    numerics.
 
     Args:
-        q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``.
-        seqlens_k: int32, or int64, which is converted.
-        sinks: fp32.
+        q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``, bf16 or fp16 on one GPU.
+        seqlens_k: ``(B,)`` int32, or int64, which is converted.
+        sinks: ``(Hq,)`` fp32.
         return_lse: also return the log-sum-exp.
-        out: where to write the result; None allocates it.
-        stream: where allocation, copies and launch happen; None is torch's current stream of q's device, and the only choice under torch.compile.
+        out: where to write the result; it overlaps no input. None allocates it.
+        stream: where allocation, copies and launch happen. None is torch's current stream on q's device, and the only
+            choice under torch.compile.
 
     Returns:
-        ``TupleDict(out=(B, L, Hq, Dv))``, with ``lse=(B, Hq, L)`` fp32 if asked for.
+        ``TupleDict(out=(B, L, Hq, Dv))`` in the dtype of q, with ``lse=(B, Hq, L)`` fp32 if asked for.
 
-    An input whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another implementation.
+    If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
+    falls back to another implementation.
 
     Raises:
-        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
+        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument.
+            Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
 
     Examples:
@@ -98,10 +102,14 @@ def gqa_prefill_wrapper(
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool = False,
     out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
-    """Attention of many query tokens, dense or packed; see `GQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
+    """Attention of many query tokens, dense or packed.
+
+    See `GQAPrefill` for the operation, and `gqa_decode_wrapper` for `return_lse`, `out`, `stream`, copies and errors.
+    Index tensors may be int64, which is converted.
 
     Returns:
-        ``TupleDict(out=(B, L, Hq, Dv))`` or ``(T, Hq, Dv)``, with ``lse=(B, Hq, L)`` or ``(Hq, T)`` if asked for.
+        ``TupleDict(out=(B, L, Hq, Dv))``, or ``(T, Hq, Dv)`` if packed, with ``lse=(B, Hq, L)`` or ``(Hq, T)`` if asked
+            for.
 
     Examples:
         >>> import torch
@@ -127,12 +135,14 @@ def paged_gqa_decode_wrapper(
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
     return_lse: bool = False, out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
-    """Attention of a few query tokens over pages; see `PagedGQADecode` for the operation, and `gqa_decode_wrapper` for what is not said here.
+    """Attention of a few query tokens over pages.
 
-    With `new_k` and `new_v` the pools are written, and refused instead of copied where the kernel cannot.
+    See `PagedGQADecode` for the operation, and `gqa_decode_wrapper` for `return_lse`, `out`, `stream`, copies and
+    errors. Index tensors may be int64, which is converted. With `new_k` and `new_v` the call writes the pools. They are
+    then never copied: pools whose layout the kernel does not take are refused by name.
 
     Returns:
-        ``TupleDict(out)``, shape of q with Dv for D, with ``lse=(B, Hq, L)`` if asked for.
+        ``TupleDict(out)``, of q's shape with Dv in place of D, with ``lse=(B, Hq, L)`` if asked for.
 
     Examples:
         >>> import torch
@@ -159,7 +169,10 @@ def paged_gqa_prefill_wrapper(
     window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
     stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
-    """Attention of packed query tokens over pages; see `PagedGQAPrefill` for the operation, and `gqa_decode_wrapper` for what is not said here.
+    """Attention of packed query tokens over pages.
+
+    See `PagedGQAPrefill` for the operation, and `gqa_decode_wrapper` for `return_lse`, `out`, `stream`, copies and
+    errors. Index tensors may be int64, which is converted.
 
     Returns:
         ``TupleDict(out=(T, Hq, Dv))``, with ``lse=(Hq, T)`` if asked for.
@@ -183,9 +196,19 @@ def paged_gqa_prefill_wrapper(
 def attn_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """``gqa_decode_wrapper(…)["out"]``. Never another implementation.
+    """``gqa_decode_wrapper(...)["out"]`` under the argument names that model code uses. Never another implementation.
+
+    Args:
+        q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``, bf16 or fp16, with L from 1 to 16.
+        mask: bool, True keeps a score; shapes as in `GQADecode`.
+        is_causal: as `causal` in `GQADecode`.
+        scale: of the scores; None is ``D**-0.5``.
+
+    Returns:
+        ``(B, L, Hq, Dv)``, dtype of q.
 
     Raises:
+        ContractError: the arguments contradict each other; names the argument as the wrapper does.
         RuntimeError: the kernel does not run here (UnsupportedError).
 
     Examples:
@@ -203,7 +226,7 @@ def attn_decode(
 def attn_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """``gqa_prefill_wrapper(…)["out"]`` of dense tensors; as `attn_decode`.
+    """``gqa_prefill_wrapper(...)["out"]`` of dense tensors; arguments, result and errors as `attn_decode`, with any L.
 
     Examples:
         >>> import torch
@@ -220,7 +243,7 @@ def attn_paged_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seqlens_k: torch.Tensor,
     mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``paged_gqa_decode_wrapper(…)["out"]``; as `attn_decode`.
+    """``paged_gqa_decode_wrapper(...)["out"]``; see `PagedGQADecode` for the shapes, and `attn_decode` for the rest.
 
     Examples:
         >>> import torch
@@ -240,7 +263,7 @@ def attn_paged_prefill(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor,
     mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``paged_gqa_prefill_wrapper(…)["out"]``; as `attn_decode`.
+    """``paged_gqa_prefill_wrapper(...)["out"]``; see `PagedGQAPrefill` for the shapes, and `attn_decode` for the rest.
 
     Examples:
         >>> import torch

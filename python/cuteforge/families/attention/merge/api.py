@@ -43,21 +43,29 @@ def signature_of(rank: int) -> Signature:
 
 
 class MergeState(APIBase):
-    """Joins the results of attention over two disjoint sets of keys into that over both.
+    """Joins the results of attention over two disjoint sets of keys into the result over both.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * o_a + exp(lse_b - lse) * o_b`` (the online
+    softmax of arXiv 1805.02867).
 
     Dims: B batch, L query tokens, T packed tokens, H heads, D = 8, 16, ... 256.
 
     Args:
-        o_a, o_b, out: ``(B, L, H, D)`` or ``(T, H, D)`` bf16, fp16 or fp32, one dtype. Any strides; last dim contiguous, rows 16-byte aligned.
-        lse_a, lse_b, lse: ``(B, H, L)`` or ``(H, T)`` fp32, natural log; last dim contiguous.
+        o_a, o_b, out: ``(B, L, H, D)`` or ``(T, H, D)``; bf16, fp16 or fp32, all of one dtype. Any strides, if the last
+            dim is contiguous and every row starts at a multiple of 16 bytes.
+        lse_a, lse_b, lse: ``(B, H, L)`` or ``(H, T)`` fp32, natural logarithms; the last dim is contiguous.
 
-    `out` may be `o_a`, and `lse` `lse_a`, to add to a running result; they overlap nothing otherwise. A part whose lse is -inf has seen no key:
-    the other stays as it is, and what the part holds, NaN too, does not matter. Two such parts give 0 and -inf.
-    All sizes but D may differ from call to call without compiling again.
+    `out` may be `o_a`, and `lse` may be `lse_a`, to add to a running result. They overlap nothing else. A part whose
+    lse is -inf has seen no key: the other part stays as it is, and what the empty part holds does not matter, NaN
+    included. Two empty parts give 0 and -inf. All sizes but D may differ from call to call without compiling again.
 
     ``execute(o_a, lse_a, o_b, lse_b, out, lse, stream=None)`` writes all of `out` and `lse`.
 
-    Numerics: fp32, the weights normalised before they are used, one rounding at the store.
+    Numerics: fp32; the weights are normalised before they are used, and the result is rounded once.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a head dim or a GPU that the kernel does not serve.
 
     Examples:
         >>> import torch
@@ -97,7 +105,8 @@ class MergeState(APIBase):
 def merge_state(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, stream: Stream | None = None
 ) -> TupleDict:
-    """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and numerics.
+    """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and
+    numerics.
 
     Args:
         o_a, o_b: ``(B, L, H, D)`` or ``(T, H, D)``.
@@ -106,13 +115,14 @@ def merge_state(
             choice under torch.compile.
 
     Returns:
-        ``TupleDict(out, lse)``, shapes and dtypes of o_a and lse_a.
+        ``TupleDict(out, lse)``: new tensors with the shapes and dtypes of o_a and lse_a.
 
     If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
     falls back to another implementation.
 
     Raises:
-        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
+        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument.
+            Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
 
     Examples:

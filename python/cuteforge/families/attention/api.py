@@ -44,7 +44,7 @@ class _Decode(AttentionOp):
 class GQADecode(_Decode):
     """Attention of a few query tokens over dense keys and values: ``softmax(scale * q k^T) v`` for every query head.
 
-    Several CTAs may share the keys of a request; their parts are then combined in the same launch.
+    Several CTAs may share the keys of a request; their parts are then combined.
 
     Dims: B requests, L query tokens (1 to 16), S keys, Hq query heads and Hkv KV heads with Hq = G * Hkv, where query
     head h reads KV head ``h // G``. D is 8, 16, ... 256 and Dv = D; (D, Dv) = (192, 128) is served too.
@@ -201,8 +201,8 @@ class PagedGQADecode(_Paged, _Decode):
         kv_indptr: ``(B+1,)`` int32, whose differences are those numbers.
         page_table_rows: ``(B,)`` int32, each request's row of the table. None: request b has row b, and R == B.
         new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``, the last key and value of each request. They are used in
-            place of what the pool holds there, and the same launch stores them in the pool. A negative page number
-            stores nothing. Both or neither. Requests must not share the page of their last token.
+            place of what the pool holds there, and the call stores them in the pool. A negative page number stores
+            nothing. Both or neither. Requests must not share the page of their last token.
         mask: as in `GQADecode`; its columns are positions in the request, and columns that it lacks count as masked.
         lse: ``(B, Hq, L)``, with L = 1 for q of three dims.
 

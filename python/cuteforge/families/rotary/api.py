@@ -59,25 +59,34 @@ def _align_bytes(dtype: str, interleaved: bool, dims: Dims, of_table: int) -> in
 
 
 class RotaryEmbedding(APIBase):
-    """Turns pairs of columns of every head by the angle of their token; of one tensor, or of q and k in one launch.
+    """Turns pairs of columns of every head by the angle of their token; for one tensor, or for q and k in one launch.
 
-    ``(a, b) -> (a cos - b sin, a sin + b cos)``; pair i is the columns ``(2i, 2i+1)`` if `interleaved`, else ``(i, i + rotary_dim/2)``.
+    ``(a, b) -> (a cos - b sin, a sin + b cos)`` (RoFormer, arXiv 2104.09864). Pair i is the columns ``(2i, 2i+1)`` if
+    `interleaved`, else ``(i, i + rotary_dim/2)``.
 
-    Dims: T packed tokens, or B batches of L; H heads, Hk heads of k; D head dim.
+    Dims: T packed tokens, or B requests of L tokens; H heads, Hk heads of k; D head dim, up to 1024.
 
     Args:
-        x, out: ``(T, H, D)`` or ``(B, L, H, D)`` bf16, fp16 or fp32, one dtype. Any strides, last dim contiguous; base, tokens and heads aligned
-            to the widest access, at most 16 bytes, that divides a head and its rotated columns. `out` may be `x`, but not overlap it otherwise.
-        table: ``freqs_cis`` fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token; or ``(cos, sin)``, fp32
-            ``(max_pos, rotary_dim/2)`` each, with `positions`.
-        positions: ``(T,)`` or ``(B, L)`` int32 or int64; only with ``(cos, sin)``. A token whose position is not in the table becomes NaN.
-        k, k_out: as `x` and `out` with Hk heads; both or neither.
+        x, out: ``(T, H, D)`` or ``(B, L, H, D)``; bf16, fp16 or fp32, both of one dtype. Any strides, if the last dim
+            is contiguous. Base, tokens and heads are aligned to the widest access, at most 16 bytes, that divides a
+            head and its rotated columns. `out` may be `x`; apart from that it overlaps no operand.
+        table: ``freqs_cis``, fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, the cosines and sines of
+            each token; or ``(cos, sin)``, fp32 ``(max_pos, rotary_dim/2)`` each, as `rotary_table` makes them, with
+            `positions`.
+        positions: ``(T,)`` or ``(B, L)`` int32 or int64, rows of the table; only with ``(cos, sin)``. A token whose
+            position is not in the table becomes NaN.
+        k, k_out: as `x` and `out`, with Hk heads. Both or neither.
         interleaved: which columns form a pair.
 
-    ``rotary_dim <= D`` is the width of the table; columns past it are copied. T, B, L, H and the length of the table may differ from call
-    to call without compiling again.
+    ``rotary_dim``, twice the width of the table, is at most D; the columns past it are copied. T, B, L, H and the
+    length of the table may differ from call to call without compiling again.
 
-    Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
+    Numerics: fp32. One of the two products is rounded, the other is fused with the sum (fma), and the result is rounded
+    once when it is stored.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a head dim or a GPU that the kernel does not serve.
 
     Examples:
         >>> import torch
@@ -141,11 +150,12 @@ class RotaryEmbedding(APIBase):
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
-            inverse: turn back, by the negative angles: also the backward of the rotation.
+            inverse: turn back, by the negative angles. This is also the backward of the rotation.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
 
         Examples:
             >>> import torch
@@ -166,7 +176,8 @@ class RotaryEmbedding(APIBase):
         k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
         inverse: bool = False, stream: Stream | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`.
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
 
         Examples:
             >>> import torch

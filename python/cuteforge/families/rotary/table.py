@@ -212,19 +212,25 @@ def rotary_table(
     scaling: Scaling | Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every angle of a rotary embedding: ``amplitude * cos(position * frequency)``, and sin.
+    """Cosines and sines of a rotary embedding: ``amplitude * cos(position * frequency)``, and the same with sin.
+
+    Pair i has the frequency ``base ** (-2 * i / rotary_dim)`` radians per position (RoFormer, arXiv 2104.09864, section
+    3.2.2), which `scaling` may change. The amplitude is 1, but for YaRN.
 
     Args:
-        max_pos: positions 0 to ``max_pos - 1``.
+        max_pos: the table has positions 0 to ``max_pos - 1``.
         rotary_dim: rotated columns of a head, even, 2 or more.
-        base: of the frequencies, above 1. None: ``rope_theta`` of `scaling`, else 10000.
-        scaling: None, or how frequencies are scaled: a `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling`,
-            or ``config.rope_scaling`` of transformers as it is: ``{"rope_type": "linear" | "ntk" | "llama3" | "yarn" |
-            "default", …}`` (or ``"type"``) with the fields of that class as keys.
+        base: above 1. None: ``rope_theta`` of `scaling`, else 10000.
+        scaling: None, or how frequencies are scaled for longer contexts: a `LinearScaling`, `NTKScaling`,
+            `Llama3Scaling` or `YarnScaling` of this module, or ``config.rope_scaling`` of transformers as it is:
+            ``{"rope_type": "linear" | "ntk" | "llama3" | "yarn" | "default", …}`` (or ``"type"``) with the fields of
+            that class as keys.
         device: of the results; None is torch's default device.
 
     Returns:
-        ``(cos, sin)``, both fp32 ``(max_pos, rotary_dim / 2)``, contiguous. Angles are fp64, rounded once at the end.
+        ``(cos, sin)``, both fp32 ``(max_pos, rotary_dim / 2)``, contiguous, new memory.
+
+    Numerics: angles, cosines and sines are fp64, rounded once at the end.
 
     Raises:
         ContractError: names the argument, or the key of `scaling`.

@@ -45,19 +45,21 @@ def rotary_wrapper(
     """Rotary embedding of one tensor; see `RotaryEmbedding` for the operation, shapes and numerics.
 
     Args:
-        x: ``(T, H, D)`` or ``(B, L, H, D)``.
-        freqs_cis: ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``; or else
-        cos, sin, positions: ``(max_pos, rotary_dim/2)`` twice, and ``(T,)`` or ``(B, L)``.
+        x: ``(T, H, D)`` or ``(B, L, H, D)``, bf16, fp16 or fp32.
+        freqs_cis: fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``. Give either this or the next three.
+        cos, sin, positions: fp32 ``(max_pos, rotary_dim/2)`` twice, and int32 or int64 ``(T,)`` or ``(B, L)``.
         interleaved: pairs ``(2i, 2i+1)``, else ``(i, i + rotary_dim/2)``.
         inverse: turn back.
         out: None allocates it; `x` itself rotates in place.
-        stream: where allocation, copies and launch happen, and the backward's; None is torch's current stream of x's device, and the only
-            choice under torch.compile.
+        stream: where allocation, copies and launch happen, and the backward's. None is torch's current stream on x's
+            device, and the only choice under torch.compile.
 
     Returns:
-        ``TupleDict(out)``, shape and dtype of x. In grad mode it carries a graph for x, differentiable any number of times.
+        ``TupleDict(out)``, shape and dtype of x. In grad mode it carries a graph for x, differentiable any number of
+            times.
 
-    In place on a tensor that requires grad, and into another `out` where torch follows the call, the result is computed apart and copied there.
+    If `x` requires grad and is rotated in place, the result is computed in new memory and copied into `x`. The same
+    holds for another `out` where torch follows the call (torch.compile, say).
 
     Raises:
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
@@ -92,10 +94,10 @@ def rotary_qk_wrapper(
     k_out: torch.Tensor | None = None,
     stream: Stream | None = None,
 ) -> TupleDict:
-    """Rotary embedding of queries and keys in one launch; arguments as `rotary_wrapper`.
+    """Rotary embedding of queries and keys in one launch; arguments, gradients and errors as in `rotary_wrapper`.
 
-    `q` and `k` have their own head counts and strides, and may be slices of one fused buffer; ``q_out=q, k_out=k`` rotates in place and
-    touches nothing outside the slices.
+    `q` and `k` have head counts and strides of their own, and may be slices of one fused buffer. ``q_out=q, k_out=k``
+    rotates in place and touches nothing outside the slices.
 
     Returns:
         ``TupleDict(q, k)``.
@@ -116,9 +118,18 @@ def rotary_qk_wrapper(
 
 
 def rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Interleaved rotary embedding, out of place: ``rotary_wrapper(x, freqs_cis)["out"]``. Never another implementation.
+    """Interleaved rotary embedding, out of place: ``rotary_wrapper(x, freqs_cis)["out"]``. Never another
+    implementation.
+
+    Args:
+        x: ``(T, H, D)`` or ``(B, L, H, D)``, bf16, fp16 or fp32.
+        freqs_cis: fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token.
+
+    Returns:
+        Shape and dtype of x; differentiable for x.
 
     Raises:
+        ContractError: the arguments contradict each other; names the argument.
         RuntimeError: the kernel does not run here (UnsupportedError).
 
     Examples:

@@ -134,22 +134,37 @@ class _Compressor(APIBase):
 class CSACompressorForward(_Compressor):
     """Gated pooling of a packed token stream: ``out[r, j] = sum_k v_k * softmax_k(score_k + ape_k)``.
 
-    Dims: T packed tokens, B segments, N output rows, d head dim. The window of a row is described in the API page of the family; the
-    operation is the compressor of DeepSeek-V4 (CSA: ratio 4, coff 2; HCA: ratio 128, coff 1).
+    This is the compressor of DeepSeek-V4: CSA has ratio 4 and coff 2, HCA has ratio 128 and coff 1. Every `ratio`
+    tokens of a segment are a block and give one row of `out`; tokens left over at the end of a segment give none. Row r
+    pools, for column j:
+
+    * with coff 1 the tokens of its block, column j;
+    * with coff 2 the tokens of the block before, column j (none for the first block of a segment), and the tokens of
+      its own block, column ``d + j``.
+
+    `ape` is added to the scores by the token's place in its block. No row sees another segment.
+
+    Dims: T packed tokens, B segments, N output rows, d head dim, any number from 1.
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype. Any row pitch; base and rows aligned to the largest power of two, at most
-            16, that divides ``d * itemsize`` bytes.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, of one dtype. Any distance between rows up to 2**31 - 1 bytes;
+            base and rows are aligned to the largest power of two, at most 16, that divides ``d * itemsize`` bytes.
         ape: ``(ratio, coff*d)`` fp32.
-        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32 offsets of the segments' tokens and output rows.
-        out: ``(N, d)``, dtype of kv. N may exceed or fall short of ``cu_seqlens_comp[-1]``.
+        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32, where each segment's tokens and rows start; a segment of n tokens
+            has ``n // ratio`` rows.
+        out: ``(N, d)``, dtype of kv; overlaps no input. N may exceed or fall short of ``cu_seqlens_comp[-1]``: rows
+            past it are computed from tokens 0 to ``ratio - 1`` as a first block, rows that do not fit are left out.
         ratio: tokens of a block, 1 to 256.
-        coff: 1, a window is one block; 2, a window is a block and the one before it.
+        coff: 1 or 2, the blocks that a row pools.
 
-    Samples may be tensors, meta tensors or `TensorSpec`s. T, B and N may differ from call to call without compiling again.
+    T, B and N may differ from call to call without compiling again.
 
-    Numerics: fp32 arithmetic, rounded once. NaN and Inf propagate as in the eager computation; a score of -inf has weight 0, a window of
-    -inf only gives NaN. The result is the same bits at every run.
+    Numerics: fp32, and the result is rounded once. NaN and Inf propagate as in the eager computation: a score of -inf
+    has weight 0, and a row whose scores are all -inf is NaN. Every run gives the same bits.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a ratio or a GPU that the kernel does not serve.
 
     Examples:
         >>> import torch
@@ -194,13 +209,14 @@ class CSACompressorForward(_Compressor):
         out: torch.Tensor,
         stream: Stream | None = None,
     ) -> None:
-        """Write all of `out`; it must not overlap an input. No allocation, copy, device read or synchronization.
+        """Write all of `out`, which overlaps no input. No allocation, copy, device read or synchronization.
 
         Args:
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
         """
         self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
@@ -208,16 +224,26 @@ class CSACompressorForward(_Compressor):
 class CSACompressorBackward(_Compressor):
     """Gradients of `CSACompressorForward` for a given gradient of its result.
 
+    With ``p_k`` the weights of a row, ``g = grad_out``, ``dp_k = g * v_k`` and ``s = sum_k dp_k * p_k``: each entry of
+    the row adds ``g * p_k`` to grad_kv, and ``dz_k = p_k * (dp_k - s)`` to grad_score and to its row of grad_ape.
+
     Args:
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff: as in the forward pass.
-        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN included.
-        grad_kv, grad_score: ``(T, coff*d)``, dtype of kv. Fully overwritten, with exact 0 where no window reads.
-        grad_ape: ``(ratio, coff*d)`` fp32. Fully overwritten.
-        deterministic: True sums grad_ape in a fixed order through a workspace: the same bits at every run. False uses atomics and no
-            workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns if that is set to warn only.
+        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN
+            included.
+        grad_kv, grad_score: ``(T, coff*d)``, dtype of kv. All of them is written, with exact 0 where no row reads.
+        grad_ape: ``(ratio, coff*d)`` fp32. All of it is written.
+        deterministic: True sums grad_ape in a fixed order through a workspace and gives the same bits at every run.
+            False uses atomics and no workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns
+            if that is set to warn only.
 
-    Numerics: for ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on CUDA bit for bit before the one rounding to the
-    dtype of kv. grad_kv and grad_score are the same bits at every run in either mode.
+    The gradients overlap no other operand.
+
+    Numerics: fp32, each gradient rounded once. For ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on
+    CUDA bit for bit before that rounding. They are the same bits at every run, whatever `deterministic` says.
+
+    Raises:
+        ContractError, UnsupportedError: as `CSACompressorForward`.
 
     Examples:
         >>> import torch
@@ -300,16 +326,16 @@ class CSACompressorBackward(_Compressor):
         workspace: torch.Tensor | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """Write all of grad_kv, grad_score and grad_ape; they overlap no other operand. No allocation, copy, device read or synchronization.
+        """Write all of grad_kv, grad_score and grad_ape. No allocation, copy, device read or synchronization.
 
         Args:
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may run at the
-                same time need two.
+            workspace: uint8 of at least `workspace_bytes()` bytes, 16-byte aligned, where that is not 0. Its contents
+                do not matter before or after. Two calls that may run at the same time need two.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
-            RuntimeError: atomics were chosen and torch asks for deterministic algorithms.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled, or it uses atomics and torch asks for deterministic algorithms.
         """
         operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
         if self.deterministic:
@@ -326,7 +352,10 @@ class CSACompressorBackward(_Compressor):
         stream: Stream | None = None,
         **named: torch.Tensor,
     ) -> Callable[[], None]:
-        """As `APIBase.bind`; the workspace belongs to the bound launch alone.
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
+
+        The workspace must serve no other launch that may run at the same time.
 
         Examples:
             >>> import torch

@@ -41,20 +41,22 @@ def csa_compressor_forward_wrapper(
     Dims: T packed tokens, B segments, N output rows, d head dim.
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, of one dtype.
         ape: ``(ratio, coff*d)`` fp32.
-        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` offsets; int32, or int64 which is converted.
-        ratio, coff: the window: 1 to 256 tokens a block, 1 or 2 blocks.
+        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32, or int64, which is converted.
+        ratio, coff: tokens of a block, 1 to 256, and the blocks that a row pools, 1 or 2.
         head_dim: d; None takes it from kv.
-        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which synchronizes. More rows than that is capacity padding, fewer truncates.
-        stream: where allocation, copies and launch happen, and the backward's; None is torch's current stream of kv's device, and the
-            only choice under torch.compile.
+        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which waits for the GPU. More rows than that are padding up
+            to a fixed capacity; with fewer the rest is left out.
+        stream: where allocation, copies and launch happen, and the backward's. None is torch's current stream on kv's
+            device, and the only choice under torch.compile.
 
     Returns:
-        ``TupleDict(out=(N, d))``, dtype of kv. In grad mode it carries a graph for kv, score and ape, once differentiable.
+        ``TupleDict(out=(N, d))``, dtype of kv. In grad mode it carries a graph for kv, score and ape, once
+            differentiable.
 
-    An operand whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another
-    implementation.
+    If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
+    falls back to another implementation.
 
     Raises:
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.

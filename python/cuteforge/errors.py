@@ -2,9 +2,10 @@
 
 
 class ContractError(ValueError):
-    """The arguments contradict each other or the signature.
+    """The arguments of a call contradict each other or the signature of the op.
 
-    The text names the argument first, then what was wanted and what was got.
+    The text names the argument first, then says what was wanted and what was got. It is raised before anything is
+    launched.
 
     Examples:
         >>> from cuteforge import ContractError, TensorSpec
@@ -17,10 +18,10 @@ class ContractError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """A valid call that this kernel does not serve, or a GPU it does not run on.
+    """A valid call that this kernel does not serve, or a GPU that it does not run on.
 
-    The text names the limit. `NotImplementedError` is a `RuntimeError`, so code that guards kernel calls with
-    ``except RuntimeError`` catches it.
+    The text names the limit. It is raised before anything is launched. `NotImplementedError` is a `RuntimeError`, so
+    code that guards kernel calls with ``except RuntimeError`` catches it.
 
     Examples:
         >>> from cuteforge import GQADecode, TensorSpec, UnsupportedError

@@ -28,7 +28,8 @@ _NO_DERIVATIVE = {
 
 
 class CudaBackend(AttentionBackend):
-    """The CuTe-DSL kernels: bf16 and fp16 on CUDA, no derivative. Decode over a cache stores and attends in one launch.
+    """The library's own kernels: bf16 and fp16 on CUDA, no derivative. Decode over a cache stores and attends in one
+    launch.
 
     Examples:
         >>> import torch

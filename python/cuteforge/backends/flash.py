@@ -28,7 +28,8 @@ class _Library:
 
 
 class FlashAttnBackend(AttentionBackend):
-    """flash-attn: bf16 and fp16 on CUDA, no masks and no options; has gradients without a cache. Over a cache version 4 only.
+    """flash-attn, where it is installed: bf16 and fp16 on CUDA, without masks and options. It has gradients without a
+    cache. Over a cache only its version 4 is used.
 
     Examples:
         >>> import torch

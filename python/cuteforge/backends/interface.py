@@ -22,14 +22,18 @@ OPTIONS = ("window", "softcap", "sinks")
 
 
 class Request(NamedTuple):
-    """The facts of a call of `attention` that decide who serves it; sizes that vary from call to call are none.
+    """The facts of a call of `attention` that decide who serves it. Sizes that change from call to call are not among
+    them.
 
     Attributes:
         device, dtype: of q.
+        head_dim, v_dim, num_heads, num_kv_heads: D, Dv, Hq and Hkv.
         fwd: ``"decode"`` or ``"prefill"``.
         is_cached: over a KVCache.
-        derivative: as `selection.derivative_of`.
-        options: those of `OPTIONS` that the call has.
+        has_mask, is_causal: whether the call has a mask, and whether it is causal.
+        derivative: ``"graph"``, for a graph of autograd in grad mode; ``"transform"``, for torch.func or forward mode;
+            or None.
+        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` the call has.
 
     Examples:
         >>> import torch
@@ -56,14 +60,14 @@ class Request(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """An implementation of attention that the policy may choose.
+    """An implementation of attention that the policy may choose. Derive from it and call `register_backend`.
 
     Attributes:
         name: what users ask for it by.
-        priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0 (torch_native, which serves
-            everything): one below 0 serves only where it is asked for.
-        options: those of `OPTIONS` that it takes, as keyword arguments, which come only with calls that have them. A backend without them is
-            never asked for such a call.
+        priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0
+            (torch_native, which serves everything). One below 0, as by default, serves only where it is asked for.
+        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` it takes. They are passed as keyword arguments,
+            and only in calls that have them. A backend is never asked for a call with an option that it does not take.
 
     Examples:
         >>> import torch
@@ -85,7 +89,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
-        """Why calls with these facts are not served, as a sentence that names the limit, or None. Asked once for equal facts.
+        """Why calls with these facts are not served, as a sentence that names the limit, or None. Asked once for equal
+        facts.
 
         Examples:
             >>> import torch
@@ -102,7 +107,8 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
         attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of a few query tokens; arguments and result as of `attention`. Stores k and v in the cache, if there is one.
+        """Attention of a few query tokens; arguments and result as those of `attention`. Stores k and v in the cache,
+        if there is one.
 
         Examples:
             >>> import torch
@@ -118,7 +124,7 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
         attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """As `fwd_decode`, of many query tokens.
+        """Attention of many query tokens; otherwise as `fwd_decode`.
 
         Examples:
             >>> import torch
@@ -132,8 +138,10 @@ class AttentionBackend(ABC):
     def known_call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
-        """How calls like this one, which has been served, may be served without asking anybody: a `recall.Call` of q, k, v and the mask, or
-        None.
+        """How later calls like this one, which has just been served, may skip the choice.
+
+        Returns:
+            A `recall.Call` of q, k, v and the mask, or None: then each call is chosen for.
 
         Examples:
             >>> import torch
@@ -148,7 +156,8 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
         attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`fwd_decode` or `fwd_prefill`, as `fwd` says, or the number of query tokens; see `find_fwd`.
+        """Run `fwd_decode` or `fwd_prefill`, as `fwd` says; if it is None, as the cache is bound, or by the number of
+        query tokens.
 
         Examples:
             >>> import torch

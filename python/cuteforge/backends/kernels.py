@@ -48,10 +48,11 @@ Examples:
 
 
 def is_available(name: str) -> bool:
-    """Whether a kernel runs on torch's current GPU: there is one, the kernel serves it, a compiler is installed, and CUTEFORGE_KERNELS is not 0.
+    """Whether a kernel runs on torch's current GPU: there is one, the kernel serves it, a compiler is installed, and
+    CUTEFORGE_KERNELS is not 0.
 
     Raises:
-        ContractError: not one of KERNEL_NAMES.
+        ContractError: `name` is not one of KERNEL_NAMES.
 
     Examples:
         >>> import torch

@@ -21,7 +21,7 @@ _Backend = TypeVar("_Backend", bound="AttentionBackend | type[AttentionBackend]"
 
 
 class ATTN_BACKEND(enum.Enum):
-    """The library's own backends; the values are their names.
+    """The library's own attention backends. The value of a member is the backend's name.
 
     Examples:
         >>> import torch
@@ -51,16 +51,18 @@ _context: contextvars.ContextVar[AttentionBackend | None] = contextvars.ContextV
 
 
 def register_backend(backend: _Backend) -> _Backend:
-    """Make a backend known by its name and, with a priority of 0 or more, part of every choice. Usable as a class decorator.
+    """Make a backend known by its name. With a priority of 0 or more it also takes part in every choice. Usable as a
+    class decorator.
 
     Args:
-        backend: an `AttentionBackend`, or its class, which is called without arguments. A later one of the same name takes its place.
+        backend: an `AttentionBackend`, or its class, which is called without arguments. A later one of the same name
+            replaces it.
 
     Returns:
         `backend`.
 
     Raises:
-        ContractError: no backend, or its name is no text.
+        ContractError: it is no backend, or its name is no text.
 
     Examples:
         >>> import torch
@@ -142,16 +144,17 @@ def _check_name(backend: AttentionBackend, argument: str) -> None:
 
 @contextlib.contextmanager
 def attn_backend(backend: Backend) -> Iterator[AttentionBackend]:
-    """Within it `attention` runs on this backend or raises, in this thread and in the async tasks that start here.
+    """Inside this context `attention` runs on this backend or raises, in this thread and in the async tasks that start
+    here.
 
     Args:
-        backend: as `resolve`: a member of ATTN_BACKEND, a name, a class or an instance.
+        backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them.
 
-    Yields the backend. Contexts nest; an argument `backend` of a call comes before them. A compiled function keeps the backend that was in
-    force when it was traced.
+    Yields the backend. Contexts nest, and the argument `backend` of a call wins over them. A compiled function keeps
+    the backend that was in force when it was traced.
 
     Raises:
-        ContractError: no backend of that name.
+        ContractError: there is no such backend.
 
     Examples:
         >>> import torch

@@ -45,7 +45,11 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one candidate says of a call: the sentence that refuses it, None where it serves it.
+    """What one candidate says of a call.
+
+    Attributes:
+        name: of the candidate.
+        refusal: a sentence that says why it does not serve the call; None where it does.
 
     Examples:
         >>> import torch

@@ -41,8 +41,9 @@ Examples:
 class TupleDict(dict[Any, torch.Tensor]):
     """A dict of named results that unpacks like a tuple.
 
-    ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
-    (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
+    ``r["out"]`` looks up a name; ``r[0]`` and ``r[:2]`` give values in the order in which they were added. Iterating
+    and unpacking (``out, lse = r``) give the values too. Everything else works as in a dict: ``in`` looks for names,
+    and ``keys()``, ``items()`` and ``**r`` behave as usual.
 
     Examples:
         >>> import torch
@@ -168,7 +169,8 @@ class APIBase:
 
     @property
     def dims(self) -> Dims:
-        """Every symbol of the signature, solved from the samples.
+        """The size of every dim that the operands share, by its name, worked out from the samples. Raises as
+        `check_support`.
 
         Examples:
             >>> from cuteforge import RotaryEmbedding, TensorSpec
@@ -181,7 +183,8 @@ class APIBase:
         return self._dims
 
     def check_support(self) -> bool:
-        """True, or raise. Needs neither a GPU nor a compiler.
+        """Return True, or raise. Needs neither a GPU nor a compiler. On a machine with a GPU, samples on it are also
+        checked against it.
 
         Raises:
             ContractError: the samples contradict each other or the signature; names the operand.
@@ -207,14 +210,14 @@ class APIBase:
         return True
 
     def compile(self: _Op, arch: str | None = None) -> _Op:
-        """Compile, or load from a cache, and return self. Free when already compiled.
+        """Compile, or load the kernel from a cache, and return self. Free when already compiled.
 
         Args:
-            arch: e.g. ``"sm_90a"``; None takes CUTEFORGE_ARCH, else the samples' GPU, else the current GPU.
+            arch: e.g. ``"sm_90a"``. None takes CUTEFORGE_ARCH, else the samples' GPU, else the current GPU.
 
         Raises:
-            ContractError, UnsupportedError: as `check_support`, or `arch` is none we know.
-            RuntimeError: the kernel would have to be compiled while a CUDA graph is being captured.
+            ContractError, UnsupportedError: as `check_support`, or for an unknown `arch`.
+            RuntimeError: a CUDA graph is being captured and the kernel is not compiled yet.
 
         Examples:
             >>> import torch
@@ -229,7 +232,7 @@ class APIBase:
         return self
 
     def workspace_bytes(self) -> int:
-        """Bytes of scratch memory that `execute` takes for the samples' extents.
+        """Bytes of scratch memory that `execute` takes; 0 for an op without a workspace.
 
         Examples:
             >>> from cuteforge import RotaryEmbedding, TensorSpec
@@ -240,16 +243,17 @@ class APIBase:
         return 0
 
     def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
-        """Launch on `operands`, in signature order or by name. Counts as a write of each output, as torch's own ops do.
+        """Launch on `operands`, given in the order of the signature or by name. Each output counts as written, as with
+        torch's own ops.
 
         Args:
-            stream: None for torch's current stream of the operands' device, or what `stream_handle` takes; then the
-                operands are recorded on it.
+            stream: None for torch's current stream on the operands' device, or any `Stream`; the operands are then
+                recorded on it.
 
         Raises:
-            ContractError: an operand is refused, by name; nothing was launched.
-            UnsupportedError: compiled for an architecture that the operands' device does not run.
-            RuntimeError: not compiled.
+            ContractError: an operand is refused; names it. Nothing was launched.
+            UnsupportedError: the op is compiled for an architecture that the operands' device does not run.
+            RuntimeError: the op is not compiled.
 
         Examples:
             >>> import torch
@@ -263,10 +267,10 @@ class APIBase:
         self._launch(self._ordered(operands, named), stream)
 
     def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
-        """Validate once and return a launch of these very buffers, for decode loops and graph capture.
+        """Validate once, and return a function that launches on these very buffers: for decode loops and graph capture.
 
-        The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
-        current when it is called. Arguments and errors as in `execute`.
+        The function keeps the operands alive and validates nothing. It launches on `stream`, or on the stream that is
+        torch's current one when it is called. Arguments and errors as in `execute`.
 
         Examples:
             >>> import torch
@@ -314,10 +318,13 @@ class APIBase:
         return self.execute(*operands, **named)
 
     def check_call(self, operands: tuple[Any, ...]) -> None:
-        """Run the whole table on real operands, as samples, alignment and overlap included.
+        """Check real operands against the whole signature, alignment and overlap included, without launching anything.
+
+        Args:
+            operands: all of the signature, in its order.
 
         Raises:
-            ContractError, UnsupportedError: what the compiled entry refuses, or would, by name.
+            ContractError, UnsupportedError: as `execute` would; names the operand.
 
         Examples:
             >>> import torch
@@ -341,10 +348,11 @@ class APIBase:
         self.signature.bind_pointers(tensors, dims)
 
     def check_given(self, inputs: tuple[Any, ...]) -> None:
-        """Check the contents of a wrapper's inputs before they are converted: indices may still be int64. Synchronizes.
+        """Check what the inputs of a wrapper hold, before they are converted: indices may still be int64. Waits for the
+        GPU.
 
         Args:
-            inputs: all operands but the outputs, in signature order. The op's samples are copies of them.
+            inputs: all operands but the outputs, in the order of the signature. The op's samples are copies of them.
 
         Raises:
             ContractError, UnsupportedError: as `check_support`.

@@ -138,10 +138,12 @@ class KVCache:
         cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
         v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> KVCache:  # fmt: skip
-        """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
-        ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.
+        """A cache for `batch` requests that is never full before `max_seqlen`: each request has its own run of C pages,
+        in order.
 
-        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none is freed.
+        Row r of the table is ``1 + r*C, …, r*C + C`` from `add` on, and nothing is shared.
+        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none
+        is freed. Arguments and errors as in the constructor.
 
         Examples:
             >>> import torch
@@ -192,7 +194,7 @@ class KVCache:
         return self._allocator.num_free_pages
 
     def k_pool(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view.
+        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view of the pool.
 
         Examples:
             >>> import torch
@@ -204,7 +206,7 @@ class KVCache:
         return self._pools[0][self._checked_layer(layer)]
 
     def v_pool(self, layer: int) -> torch.Tensor:
-        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view.
+        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view of the pool.
 
         Examples:
             >>> import torch
@@ -253,7 +255,11 @@ class KVCache:
         return self._allocator.add(tokens).id
 
     def free(self, request: int) -> None:
-        """Give back a request: its row, and its pages where nobody shares them. A batch with it is bound no more.
+        """Give back a request: its row, and those of its pages that no other request shares. If it is in the bound
+        batch, nothing is bound any more.
+
+        Raises:
+            ContractError: there is no such request.
 
         Examples:
             >>> import torch
@@ -291,11 +297,13 @@ class KVCache:
         return self._allocator[request].num_cached
 
     def bind_prefill(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
-        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order; a prompt may come in several such parts.
+        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order. A prompt may come in
+        several parts.
 
         Raises:
-            ContractError: a request that is unknown or there twice, a length below 0, or a request longer than max_seqlen.
-            CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
+            ContractError: a request is unknown or there twice, a length is below 0, or a request would be longer than
+                max_seqlen.
+            CacheFull: too few pages are free. As with every error, nothing was changed.
             RuntimeError: torch's current stream is being captured.
 
         Examples:
@@ -317,14 +325,17 @@ class KVCache:
     def bind_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
         """The next calls bring one new token of each request.
 
-        With the requests of the last call, in the same order, it is `step`: counters advance on the device, in place.
+        If the requests are those of the last call in the same order, this is `step`: counters advance on the device, in
+        place.
 
         Args:
             requests: in the order of the tokens.
-            pad_to: rows of the batch; those past the requests have no tokens and store to the scratch page. None: none are added.
+            pad_to: rows of the batch. Rows past the requests have no tokens and store to the scratch page. None adds no
+                rows.
 
         Raises:
-            As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
+            ContractError: as `bind_prefill`, or `pad_to` is below the number of requests or above max_requests.
+            CacheFull, RuntimeError: as `bind_prefill`.
 
         Examples:
             >>> import torch
@@ -371,7 +382,8 @@ class KVCache:
         return bound
 
     def step(self) -> None:
-        """One more new token for each request of the bound decode: three additions on the device, and an upload when a request starts a page.
+        """One more new token for each request of the bound decode: three additions on the device, and an upload when a
+        request starts a page.
 
         Raises:
             RuntimeError: no decode is bound, or torch's current stream is being captured.

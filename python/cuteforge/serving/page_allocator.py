@@ -21,7 +21,7 @@ SCRATCH_PAGE = 0
 
 
 class CacheFull(RuntimeError):
-    """The cache has too few pages, or rows of the page table, for a call. Nothing was changed.
+    """A cache has too few pages, or too few rows of the page table, for a call. Nothing was changed.
 
     Args:
         limit: the argument of the cache that decides, ``num_pages`` or ``max_requests``.

@@ -37,18 +37,17 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 @contextmanager
-def stand_in_gpu(monkeypatch) -> Iterator[None]:
-    """Within it "cuda" is the CPU, and a launch computes the reference."""
+def stand_in_gpu(monkeypatch) -> Iterator[list[tuple]]:
+    """Within it "cuda" is the CPU, and a launch computes the reference. Yields the arguments of every launch."""
     stub_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
     monkeypatch.setattr(streams, "current_stream_query", lambda: lambda index: STREAM)
     _let_policies_choose_kernels(monkeypatch)
     launches = stub_wrappers(monkeypatch, launch_reference)
-    next(launches)
     try:
         with CudaIsCpu():
-            yield
+            yield next(launches)
     finally:
         launches.close()
 

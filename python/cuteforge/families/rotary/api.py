@@ -11,8 +11,8 @@ import torch
 from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.rotary.config import MAX_HEAD_DIM, Problem, Traits
-from cuteforge.op.alike import ANY_SHAPE
 from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.guards import ANY_SHAPE
 from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -80,7 +80,7 @@ class RotaryEmbedding(APIBase):
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
 
-    _varying = {
+    varying = {
         **dict.fromkeys(("x", "k", "cos", "sin", "positions", "freqs_cis"), ANY_SHAPE),
         **dict.fromkeys(("out", "k_out"), 0),
     }
@@ -134,7 +134,7 @@ class RotaryEmbedding(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
+        self.launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,

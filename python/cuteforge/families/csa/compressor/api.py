@@ -18,8 +18,8 @@ from cuteforge.families.csa.compressor.config import (
     select_traits,
     workspace_bytes,
 )
-from cuteforge.op.alike import ANY_SHAPE
 from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.guards import ANY_SHAPE
 from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -62,11 +62,11 @@ class _Compressor(APIBase):
 
     _BUILDER: str
     _BACKWARD: bool
-    _varying = {
+    varying = {
         **dict.fromkeys(("kv", "score", "grad_out", "grad_kv", "grad_score", "out"), 0),
         **dict.fromkeys(("ape", "cu_seqlens", "cu_seqlens_comp"), ANY_SHAPE),
     }
-    _agreeing = ("kv",)
+    agreeing = ("kv",)
     deterministic: bool = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -111,13 +111,13 @@ class _Compressor(APIBase):
     def _check_operands(self, operands: tuple) -> None:
         try:
             # `operands[5]` has a row for each output row
-            fits = self._agree(operands[0]) or operands[5].shape[0] == 0
+            fits = self.agree(operands[0]) or operands[5].shape[0] == 0
         except (AttributeError, IndexError):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
 
-    def _agree(self, kv: torch.Tensor) -> bool:
+    def agree(self, kv: torch.Tensor) -> bool:
         """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
         return kv.shape[0] >= self.ratio
 
@@ -180,7 +180,7 @@ class CSACompressorForward(_Compressor):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
+        self.launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
 
 class CSACompressorBackward(_Compressor):
@@ -269,8 +269,8 @@ class CSACompressorBackward(_Compressor):
             operands = (*operands, workspace)
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
-        self._launch(operands, stream)
+            refuse_atomics_if_asked()
+        self.launch(operands, stream)
 
     def bind(
         self,
@@ -284,7 +284,7 @@ class CSACompressorBackward(_Compressor):
             named["workspace"] = workspace
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
+            refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
     def _check_operands(self, operands: tuple) -> None:
@@ -354,7 +354,7 @@ def _check_no_workspace(workspace: Any) -> None:
         raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
 
 
-def _refuse_atomics_if_asked() -> None:
+def refuse_atomics_if_asked() -> None:
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (

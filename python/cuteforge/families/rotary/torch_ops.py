@@ -13,6 +13,7 @@ import torch
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import reference
 from cuteforge.families.rotary.api import RotaryEmbedding
+from cuteforge.families.rotary.operands import schema_of_angles
 from cuteforge.families.rotary.wrapper import (
     SOURCE_NAMES,
     Angles,
@@ -28,7 +29,7 @@ from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_inplace_op, register_op
 
 _TABLES = ("freqs_cis", "cos", "sin")
-_REST = "Tensor? freqs_cis, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, bool inverse"
+_REST = f"{schema_of_angles()}, bool interleaved, bool inverse"
 _NUM_REST = 6
 
 

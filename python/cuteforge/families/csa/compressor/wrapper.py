@@ -9,6 +9,7 @@ import torch
 from cuteforge.arguments import flag, integer, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward, check_window
+from cuteforge.families.csa.compressor.operands import BACKWARD, inputs_of
 from cuteforge.op import recall
 from cuteforge.op.base import TupleDict
 from cuteforge.op.cache import readable, run_op
@@ -19,7 +20,7 @@ from cuteforge.runtime.streams import Stream
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format
 _MOST_ROWS = 2**31 - 1  # offsets are int32
-_INPUT_NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp", "grad_out")
+_INPUT_NAMES = inputs_of(BACKWARD)  # those of the forward come first
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -12,13 +12,14 @@ import torch
 
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import reference
+from cuteforge.families.rotary.operands import schema_of_angles
 from cuteforge.families.rotary.road import ONE, QUERIES_AND_KEYS, RotaryRoad, op_of
 from cuteforge.op.road import Invocation
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_inplace_op, register_op
 
 _TABLES = ("freqs_cis", "cos", "sin")
-_REST = "Tensor? freqs_cis, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, bool inverse"
+_REST = f"{schema_of_angles()}, bool interleaved, bool inverse"
 _NUM_REST = 6
 
 

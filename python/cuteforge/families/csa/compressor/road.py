@@ -16,6 +16,7 @@ from cuteforge.families.csa.compressor.api import (
     check_window,
     refuse_atomics_if_asked,
 )
+from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, inputs_of
 from cuteforge.op.replay import Recipe
 from cuteforge.op.road import Invocation, Road, Tensors
 from cuteforge.op.torch_library import asked_stream, call_op, check_layout, is_traced, needs_op, refuse_grad
@@ -36,7 +37,7 @@ class Options(NamedTuple):
 class _CompressorRoad(Road):
     """What the roads of both directions share."""
 
-    inputs = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
+    inputs = inputs_of(FORWARD)
 
     @abstractmethod
     def torch_op(self, call: Invocation) -> tuple[str, tuple]:
@@ -67,7 +68,7 @@ class ForwardRoad(_CompressorRoad):
 
     def torch_op(self, call: Invocation) -> tuple[str, tuple]:
         options = call.options
-        return "csa_compressor_forward", (*call.inputs.values(), call.length, options.ratio, options.coff)
+        return FORWARD, (*call.inputs.values(), call.length, options.ratio, options.coff)
 
     def new_results(self, call: Invocation) -> Tensors:
         kv = call.inputs["kv"]
@@ -83,7 +84,7 @@ class ForwardRoad(_CompressorRoad):
 class BackwardRoad(_CompressorRoad):
     """The length of a call is its number of tokens."""
 
-    inputs = (*_CompressorRoad.inputs, "grad_out")
+    inputs = inputs_of(BACKWARD)
 
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         *sizes, deterministic = options
@@ -96,7 +97,7 @@ class BackwardRoad(_CompressorRoad):
 
     def torch_op(self, call: Invocation) -> tuple[str, tuple]:
         refuse_grad(call.inputs, call.inputs.values(), CSACompressorBackward.__name__)
-        return "csa_compressor_backward", (*call.inputs.values(), *call.options)
+        return BACKWARD, (*call.inputs.values(), *call.options)
 
     def new_results(self, call: Invocation) -> Tensors:
         return new_gradients(call.inputs["kv"], call.options.ratio)

@@ -11,18 +11,15 @@ import torch
 
 from cuteforge.families.csa.compressor import reference
 from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward
+from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, schema_of
 from cuteforge.families.csa.compressor.road import BACKWARD_ROAD, FORWARD_ROAD, row_count
 from cuteforge.op.readable import readable
 from cuteforge.op.road import Invocation
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_op
 
-_INPUTS = "Tensor kv, Tensor score, Tensor ape, Tensor cu_seqlens, Tensor cu_seqlens_comp"
-_FORWARD = f"csa_compressor_forward({_INPUTS}, SymInt total_comp, int ratio, int coff) -> Tensor"
-_BACKWARD = (
-    f"csa_compressor_backward({_INPUTS}, Tensor grad_out, int ratio, int coff, bool deterministic) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+_FORWARD = f"{FORWARD}({schema_of(FORWARD)}, SymInt total_comp, int ratio, int coff) -> Tensor"
+_BACKWARD = f"{BACKWARD}({schema_of(BACKWARD)}, int ratio, int coff, bool deterministic) -> (Tensor, Tensor, Tensor)"
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -135,19 +135,19 @@ class AttentionBackend(ABC):
             torch.Size([2, 7, 8, 64])
         """
 
-    def known_call(
+    def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
         """How later calls like this one, which has just been served, may skip the choice.
 
         Returns:
-            A `recall.Call` of q, k, v and the mask, or None: then each call is chosen for.
+            An `op.replay.Replay` of q, k, v and the mask, or None: then each call is chosen for.
 
         Examples:
             >>> import torch
             >>> from cuteforge import TorchNativeBackend
             >>> q = k = v = torch.randn(1, 16, 8, 64)
-            >>> TorchNativeBackend().known_call(q, k, v, None, False, "prefill", None) is None
+            >>> TorchNativeBackend().replay(q, k, v, None, False, "prefill", None) is None
             True
         """
         return None

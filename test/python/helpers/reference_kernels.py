@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from cuteforge.backends import compressor, cuda, kernels, rotary
 from cuteforge.families.attention import operands
+from cuteforge.families.rotary import operands as rotary_operands
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
 from helpers.stub_gpu import STREAM, StubStream, stub_streams, stub_wrappers
@@ -100,12 +101,14 @@ def _merge(traits: Any, args: tuple) -> None:
 
 def _rotate(traits: Any, args: tuple) -> None:
     *tensors, inverse, _ = args
-    count = 2 if traits.has_keys else 1
-    heads, targets, table = tensors[: 2 * count : 2], tensors[1 : 2 * count : 2], tensors[2 * count :]
-    angles = (None, *table) if traits.positions else (*table, None, None, None)
-    function = torch.ops.cuteforge.rotary_qk if traits.has_keys else torch.ops.cuteforge.rotary
-    results = function(*heads, *angles, traits.problem.interleaved, bool(inverse))
-    _write(targets, results if traits.has_keys else (results,))
+    given = dict(zip((row.name for row in rotary_operands.ROWS), tensors))
+    angles = [given[name] for name in ("freqs_cis", "cos", "sin", "positions")]
+    options = (traits.problem.interleaved, bool(inverse))
+    if given["k"] is None:
+        _write((given["out"],), (torch.ops.cuteforge.rotary(given["x"], *angles, *options),))
+    else:
+        results = torch.ops.cuteforge.rotary_qk(given["x"], given["k"], *angles, *options)
+        _write((given["out"], given["k_out"]), results)
 
 
 def _compress(traits: Any, args: tuple) -> None:

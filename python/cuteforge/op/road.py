@@ -157,7 +157,7 @@ class Road(ABC):
                 self.make(copied, results).check_given(tuple(call.inputs.values()))
             self._launch_on(copied, results)
         else:
-            if key is not None and not op.is_empty(operands):
+            if key is not None and not op._is_empty(operands):
                 recall.remember(key, tensors, self._replay, op, call, results, tensors)
         return tuple(results.values())
 
@@ -174,7 +174,7 @@ class Road(ABC):
             size = op.workspace_bytes_on(first.get_device())
             named["workspace"] = torch.empty(size, dtype=torch.uint8, device=first.device)
         operands = tuple([named[name] for name in names])
-        op.launch(operands, None, self.scalars(op, call))
+        op._launch(operands, None, self.scalars(op, call))
         return op, operands
 
     def _readable(self, call: Invocation) -> Invocation:
@@ -202,7 +202,7 @@ class Road(ABC):
             recipe, given=given, results=new, device=first.device, scalars=self.scalars(op, call), written=written,
             returned=tuple(results),
         )  # fmt: skip
-        return Replay(op.launcher(index), whole)
+        return Replay(op._launcher(index), whole)
 
 
 def _result(name: str, x: torch.Tensor, growing: int | None) -> Result:

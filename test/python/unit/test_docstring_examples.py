@@ -15,9 +15,7 @@ from helpers.policy import restored_registry
 from helpers.reference_kernels import stand_in_gpu
 
 NAMES = sorted(examples.public_names())
-# What the package's own wrappers ask of an op; users call execute and bind.
-FOR_WRAPPERS = {"check_presence", "is_empty", "launch", "launcher", "scale_of"}
-METHODS = [(name, method) for name in NAMES for method in examples.methods_of(name) if method not in FOR_WRAPPERS]
+METHODS = [(name, method) for name in NAMES for method in examples.methods_of(name)]
 EXAMPLES = examples.all_examples()
 # Examples with tensors on a GPU that launch no kernel of ours.
 ONLY_ASK = {

@@ -95,7 +95,7 @@ class RotaryRoad(Road):
     def recipe(self, op: RotaryEmbedding, call: Invocation) -> Recipe:
         """Any number of tokens or batches. The shape of a result that is allocated is that of its heads."""
         new = [head for head, name in zip(self.heads, self.outputs) if name not in call.outputs]
-        return Recipe((), length_of=("x", 0), varying={**op.varying, **dict.fromkeys(new, 0)})
+        return Recipe((), length_of=("x", 0), varying={**op._varying, **dict.fromkeys(new, 0)})
 
     def growing(self, op: Any, call: Invocation) -> dict[str, int]:
         return dict.fromkeys(self.outputs, 0)

@@ -101,7 +101,7 @@ class MergeState(APIBase):
         traits = MergeTraits(self.samples["o_a"].dtype, dims["D"], _LAYOUTS[self._rank][0])
         return KernelKey("cuteforge.families.attention.merge.kernel:build", traits, arch.name)
 
-    def is_empty(self, operands: tuple) -> bool:
+    def _is_empty(self, operands: tuple) -> bool:
         return operands[4].numel() == 0  # out
 
 

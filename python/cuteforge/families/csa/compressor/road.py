@@ -54,7 +54,7 @@ class _CompressorRoad(Road):
 
     def recipe(self, op: Any, call: Invocation) -> Recipe | None:
         """Any number of tokens, segments and rows."""
-        return Recipe((), varying=op.varying, agree=op.agree, agreeing=op.agreeing)
+        return Recipe((), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
 
 
 class ForwardRoad(_CompressorRoad):
@@ -113,7 +113,7 @@ class BackwardRoad(_CompressorRoad):
     def recipe(self, op: Any, call: Invocation) -> Recipe | None:
         if not call.options.deterministic:
             return None  # whether atomics may be used is asked of torch at each call
-        return Recipe((), length_of=("kv", 0), varying=op.varying, agree=op.agree, agreeing=op.agreeing)
+        return Recipe((), length_of=("kv", 0), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
 
     def growing(self, op: Any, call: Invocation) -> dict[str, int]:
         return {"grad_kv": 0, "grad_score": 0}

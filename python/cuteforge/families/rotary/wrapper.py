@@ -55,7 +55,7 @@ def rotary_wrapper(
         >>> torch.equal(out[..., 64:], x[..., 64:])
         True
     """
-    (out,) = ONE.call((x, freqs_cis, cos, sin, positions, out), (interleaved, inverse), stream=stream)
+    (out,) = ONE.call((x, freqs_cis, cos, sin, positions, out), (interleaved, inverse), stream)
     return TupleDict(out=out)
 
 
@@ -93,7 +93,7 @@ def rotary_qk_wrapper(
         True
     """
     tensors = (q, k, freqs_cis, cos, sin, positions, q_out, k_out)
-    q, k = QUERIES_AND_KEYS.call(tensors, (interleaved, inverse), stream=stream)
+    q, k = QUERIES_AND_KEYS.call(tensors, (interleaved, inverse), stream)
     return TupleDict(q=q, k=k)
 
 

@@ -139,7 +139,7 @@ def merge_state(
         >>> bool((out - gqa_decode_wrapper(q, k, v)["out"]).abs().max() < 0.02)
         True
     """
-    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream=stream)
+    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream)
     return TupleDict(out=results[0], lse=results[1])
 
 

@@ -15,7 +15,10 @@ from cuteforge.families.rotary import reference as rotary
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_csa  # noqa: E402
+import bench_rotary  # noqa: E402
 import eager  # noqa: E402
+import harness  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -53,3 +56,35 @@ def test_results_are_copied_to_where_the_check_looks():
     target = torch.zeros(3)
     eager.writing(lambda: (torch.ones(3),), (target,))()
     assert target.tolist() == [1, 1, 1]
+
+
+class OnCpu(torch.overrides.TorchFunctionMode):
+    """Tensors that a benchmark makes on the GPU are made on the CPU instead."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = {name: "cpu" if name == "device" else value for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("direction", bench_csa.DIRECTIONS)
+def test_eager_compressor_passes_the_check_of_the_benchmark(direction):
+    with OnCpu():
+        problem = bench_csa.Problem(bench_csa.Shape(2, 64, 16, 4, 2))
+        bench_csa.gated_eager(problem, direction)()
+    for result in problem.results(direction).values():
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_eager_rotation_passes_the_check_of_the_benchmark(interleaved):
+    with OnCpu():
+        problem = bench_rotary.Problem(bench_rotary.Shape(48, interleaved))
+        before = problem.q.clone()
+        bench_rotary.gated_eager(problem)
+    assert not torch.equal(problem.q, before)
+
+
+def test_a_wrong_baseline_ends_the_benchmark(monkeypatch):
+    monkeypatch.setattr(eager, "_turn_halves", lambda x, cos, sin: x)
+    with OnCpu(), pytest.raises(harness.GateError, match="torch eager"):
+        bench_rotary.gated_eager(bench_rotary.Problem(bench_rotary.Shape(48)))

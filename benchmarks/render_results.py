@@ -111,7 +111,7 @@ def _speed_section(panel: speeds.Panel, report: Mapping[str, Any]) -> str:
     digits = 0 if panel.work == "flops" else 2
     lines = [(case.label, *(_speed(case.speeds.get(name), digits) for name in names)) for case in cases]
     ceiling = f"{report['ceilings'][panel.ceiling]:.{digits}f}"
-    facts = f"{panel.unit} on one {report['gpu']}, which reaches {ceiling} at most. Measured on {report['date'][:10]}."
+    facts = f"{panel.unit} on one {report['gpu']}, whose measured ceiling is {ceiling}. Run of {report['date'][:10]}."
     rule = ("---", *("---:" for _ in names))
     return f"### {panel.title}\n\n{facts}\n\n{_table((panel.size, *names), rule, *lines)}"
 

@@ -102,7 +102,7 @@ def test_speeds_have_a_column_for_every_library_that_was_measured():
     other = {**small, "case": "1x8192 d128 r4 c2"}
     lines = render_results.render_speeds(reports_of(csa=[{**REPORT, "rows": [large, other, small]}])).splitlines()
     assert lines[0] == "### CSA compressor, forward, d 512"
-    assert lines[2] == "TB/s on one NVIDIA H200, which reaches 4.00 at most. Measured on 2026-01-01."
+    assert lines[2] == "TB/s on one NVIDIA H200, whose measured ceiling is 4.00. Run of 2026-01-01."
     assert lines[4:] == [
         "| segments × tokens | cuteforge | cudnn-frontend | torch eager |",
         "| --- | ---: | ---: | ---: |",

@@ -43,8 +43,8 @@ def gmem_run(dtype, address, elems: int) -> cute.Tensor:
 def row_address(m: cute.Tensor, index: tuple):
     """Byte address of the first element at the leading `index`: of a row, where that is all modes but the last."""
     offset = Int64(0)
-    for place, stride in zip(index, m.stride):
-        offset = offset + Int64(place) * Int64(stride)
+    for i, stride in zip(index, m.stride):
+        offset = offset + Int64(i) * Int64(stride)
     return m.iterator.toint() + offset * (m.element_type.width // 8)
 
 
@@ -68,7 +68,8 @@ def smem_words(address, count: int) -> cute.Tensor:
 
 
 def l2_policy(priority: str):
-    """A policy for accesses that name one: what they bring to L2 makes room there before other data, `evict_first`, or after it, `evict_last`."""
+    """A policy for accesses that name one: what they bring to L2 makes room there before other data, `evict_first`, or
+    after it, `evict_last`."""
     instruction = f"createpolicy.fractional.L2::{priority}.b64 {{$w0}}, 1.0;"
     return cute.arch.inline_ptx(instruction, write_only_types=[Int64])
 
@@ -77,8 +78,8 @@ class ReadOnce(TraceConstant):
     """A hint for copies of data that is read once: it makes room in L2 for itself instead of pushing other data out.
 
     Args:
-        applies: whether the hint is given, True where that is known. Otherwise a copy has no policy at all, not the usual one by name: that took
-            decode of 1 GB from 264 us to 318 (H200).
+        applies: whether the hint is given, True where that is known. Otherwise a copy has no policy at all, not the
+            usual one by name: that took decode of 1 GB from 264 us to 318 (H200).
     """
 
     def __init__(self, applies=True):
@@ -102,7 +103,8 @@ def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, hint: Rea
 
 
 def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce | None = None) -> None:
-    """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read then.
+    """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read
+    then.
 
     Args:
         smem_address, gmem_address: byte addresses, aligned to `size`.
@@ -112,7 +114,8 @@ def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce 
     if wanted is not True:
         args.append(select(wanted, Int32(size), Int32(0)))
         operands += ", {$r2}"
-    # only 16-byte copies can pass L1 by; the assembler adds the fetch of whole lines by itself, but not to a copy with a policy or a predicate
+    # only 16-byte copies can pass L1 by; the assembler adds the fetch of whole lines by itself, but not to a copy with
+    # a policy or a predicate
     instruction = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global"
     plain = f"{instruction}.L2::128B {operands};"
     hinted = f"{instruction}.L2::cache_hint.L2::128B {operands}, {{$r{len(args)}}};"
@@ -127,7 +130,8 @@ def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce 
 
 @cute.jit
 def store_run(rows: Rows, address: Int64, values, col: Int32, limit: int, whole: bool):
-    """Store fp32 `values` at an address, each rounded once; those of column `limit` and after are left out, `col` being the first.
+    """Store fp32 `values` at an address, each rounded once; those of column `limit` and after are left out, `col` being
+    the first.
 
     `whole` says that runs of this length start at multiples of it and that `limit` is one, so that a run is one access.
     """
@@ -148,7 +152,8 @@ def load_fp32(run: cute.Tensor) -> list:
     """The elements of a run in fp32."""
     count = cute.size(run)
     if count % 2 == 0 and run.element_type is cutlass.BFloat16:
-        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of every second one takes two
+        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of every second
+        # one takes two
         words = cute.recast_tensor(run, cutlass.Uint32).load()
         halves = [(words[i] << cutlass.Uint32(16), words[i] & cutlass.Uint32(0xFFFF0000)) for i in range(count // 2)]
         return [_as_fp32(half) for pair in halves for half in pair]

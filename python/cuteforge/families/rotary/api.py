@@ -26,23 +26,26 @@ Pair = tuple[_T, _T] | list[_T]
 
 
 class RotaryEmbedding(APIBase):
-    """Turns pairs of columns of every head by the angle of their token; of one tensor, or of q and k in one launch.
+    """Rotates pairs of columns of every head by the angle of their token; of one tensor, or of q and k in one launch.
 
-    ``(a, b) -> (a cos - b sin, a sin + b cos)``; pair i is the columns ``(2i, 2i+1)`` if `interleaved`, else ``(i, i + rotary_dim/2)``.
+    ``(a, b) -> (a cos - b sin, a sin + b cos)``; pair i is the columns ``(2i, 2i+1)`` if `interleaved`, else
+    ``(i, i + rotary_dim/2)``.
 
     Dims: T packed tokens, or B batches of L; H heads, Hk heads of k; D head dim.
 
     Args:
-        x, out: ``(T, H, D)`` or ``(B, L, H, D)`` bf16, fp16 or fp32, one dtype. Any strides, last dim contiguous; base, tokens and heads aligned
-            to the widest access, at most 16 bytes, that divides a head and its rotated columns. `out` may be `x`, but not overlap it otherwise.
-        table: ``freqs_cis`` fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token; or ``(cos, sin)``, fp32
-            ``(max_pos, rotary_dim/2)`` each, with `positions`.
-        positions: ``(T,)`` or ``(B, L)`` int32 or int64; only with ``(cos, sin)``. A token whose position is not in the table becomes NaN.
+        x, out: ``(T, H, D)`` or ``(B, L, H, D)`` bf16, fp16 or fp32, one dtype. Any strides, last dim contiguous; base,
+            tokens and heads aligned to the widest access, at most 16 bytes, that divides a head and its rotated
+            columns. `out` may be `x`, but not overlap it otherwise.
+        table: ``freqs_cis`` fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token; or
+            ``(cos, sin)``, fp32 ``(max_pos, rotary_dim/2)`` each, with `positions`.
+        positions: ``(T,)`` or ``(B, L)`` int32 or int64; only with ``(cos, sin)``. A token whose position is not in the
+            table becomes NaN.
         k, k_out: as `x` and `out` with Hk heads; both or neither.
         interleaved: which columns form a pair.
 
-    ``rotary_dim <= D`` is the width of the table; columns past it are copied. T, B, L, H and the length of the table may differ from call
-    to call without compiling again.
+    ``rotary_dim <= D`` is the width of the table; columns past it are copied. T, B, L, H and the length of the table
+    may differ from call to call without compiling again.
 
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
@@ -50,9 +53,16 @@ class RotaryEmbedding(APIBase):
     _varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
 
     def __init__(
-        self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
-        k: Sample | None = None, k_out: Sample | None = None, interleaved: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        x: Sample,
+        table: Sample | Pair[Sample],
+        out: Sample,
+        positions: Sample | None = None,
+        *,
+        k: Sample | None = None,
+        k_out: Sample | None = None,
+        interleaved: bool = True,
+    ) -> None:
         operands = named_operands(x, table, out, positions, k, k_out)
         spec = TensorSpec.of(x, "x")
         if len(spec.shape) not in TOKENS:
@@ -85,15 +95,21 @@ class RotaryEmbedding(APIBase):
             check_positions(tensors["positions"], tensors["cos"].shape[0])
 
     def execute(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
-        positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
-        inverse: bool = False, stream: Stream | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        table: torch.Tensor | Pair[torch.Tensor],
+        out: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        k: torch.Tensor | None = None,
+        k_out: torch.Tensor | None = None,
+        inverse: bool = False,
+        stream: Stream | None = None,
+    ) -> None:
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
-            inverse: turn back, by the negative angles: also the backward of the rotation.
+            inverse: rotate back, by the negative angles: also the backward of the rotation.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
@@ -102,11 +118,17 @@ class RotaryEmbedding(APIBase):
         self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
-        positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
-        inverse: bool = False, stream: Stream | None = None,
-    ) -> Callable[[], None]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        table: torch.Tensor | Pair[torch.Tensor],
+        out: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        k: torch.Tensor | None = None,
+        k_out: torch.Tensor | None = None,
+        inverse: bool = False,
+        stream: Stream | None = None,
+    ) -> Callable[[], None]:
         """Validate once and return a launch of these very buffers; arguments as `execute`."""
         return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
@@ -165,6 +187,5 @@ def check_positions(positions: torch.Tensor, max_pos: int) -> None:
     bad = ((positions < 0) | (positions >= max_pos)).nonzero()
     if len(bad):
         index = tuple(bad[0].tolist())
-        raise ContractError(
-            f"positions: wanted values in [0, {max_pos}), got {positions[index].item()} at index {', '.join(map(str, index))}"
-        )
+        got = f"{positions[index].item()} at index {', '.join(map(str, index))}"
+        raise ContractError(f"positions: wanted values in [0, {max_pos}), got {got}")

@@ -247,7 +247,8 @@ def rotary_table(
 def rotary_frequencies(
     rotary_dim: int, base: float | None = None, scaling: Scaling | Mapping[str, Any] | None = None
 ) -> tuple[list[float], float]:
-    """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see `rotary_table`."""
+    """Radians per position of each of the ``rotary_dim / 2`` pairs, and the amplitude of cos and sin; see
+    `rotary_table`."""
     rotary_dim = integer("rotary_dim", rotary_dim, least=2, most=_MOST_COLUMNS)
     if rotary_dim % 2:
         raise ContractError(f"rotary_dim: wanted an even number, got {rotary_dim}")

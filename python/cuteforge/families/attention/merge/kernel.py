@@ -35,7 +35,8 @@ class Merge:
         mLse: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """As many CTAs as a token has heads share `rows_per_cta` tokens: no number of rows is formed, which could pass 2**31."""
+        """As many CTAs as a token has heads share `rows_per_cta` tokens: no number of rows is formed, which could pass
+        2**31."""
         rows, heads = self.traits.rows_per_cta, mA.shape[len(mA.shape) - 2]
         tokens = mA.shape[0]
         if cutlass.const_expr(self.traits.queries == "batch"):
@@ -61,10 +62,11 @@ class Merge:
         bidx, _, _ = cute.arch.block_idx()
         traits, heads = self.traits, mA.shape[len(mA.shape) - 2]
         block, part = bidx // heads, bidx % heads
-        place = part * traits.rows_per_cta + tidx // traits.lanes_per_row
-        token, head = block * traits.rows_per_cta + place // heads, place % heads
+        rest = part * traits.rows_per_cta + tidx // traits.lanes_per_row
+        token, head = block * traits.rows_per_cta + rest // heads, rest % heads
         lane = tidx % traits.lanes_per_row
-        # The last CTA may have more rows than are left: those look at token 0 and write nothing, as the barrier is for whole warps.
+        # The last CTA may have more rows than are left: those look at token 0 and write nothing, as the barrier is for
+        # whole warps.
         wanted = token < tokens
         index, lse_index = self._indices(mA, select(wanted, token, Int32(0)), head)
         weight_a, weight_b, lse = weights(mLseA[lse_index], mLseB[lse_index])
@@ -105,7 +107,8 @@ def _unless_empty(value, weight):
 
 
 def weights(lse_a, lse_b):
-    """What the rows of the parts are multiplied by, and the log-sum-exp of both; 0, 0 and -inf where neither has a key."""
+    """What the rows of the parts are multiplied by, and the log-sum-exp of both; 0, 0 and -inf where neither has a
+    key."""
     largest = cute.arch.fmax(lse_a, lse_b)
     shift = Float32(select(largest == NEG_INF, Float32(0.0), largest))
     weight_a, weight_b = exp_accurate(lse_a - shift), exp_accurate(lse_b - shift)
@@ -118,9 +121,10 @@ def weights(lse_a, lse_b):
 
 
 def _log1p(x, one_plus_x):
-    """ln(1 + x) for 0 <= x <= 1, of which `one_plus_x` has lost digits: they are made up for by what is left of x in it (Kahan)."""
-    kept = one_plus_x - 1.0
-    return select(kept == 0.0, x, cute.math.log(one_plus_x) * div_rn(x, kept))
+    """ln(1 + x) for 0 <= x <= 1, of which `one_plus_x` has lost digits: they are made up for by what is left of x in it
+    (Kahan)."""
+    rounded = one_plus_x - 1.0
+    return select(rounded == 0.0, x, cute.math.log(one_plus_x) * div_rn(x, rounded))
 
 
 def build(traits: MergeTraits) -> Build:

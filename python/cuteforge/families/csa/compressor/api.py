@@ -91,28 +91,32 @@ class _Compressor(APIBase):
             self.check_call(operands)
 
     def _agree(self, kv: torch.Tensor) -> bool:
-        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
+        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked
+        at."""
         return kv.shape[0] >= self.ratio
 
 
 class CSACompressorForward(_Compressor):
     """Gated pooling of a packed token stream: ``out[r, j] = sum_k v_k * softmax_k(score_k + ape_k)``.
 
-    Dims: T packed tokens, B segments, N output rows, d head dim. The window of a row is described in the API page of the family; the
+    Dims: T packed tokens, B segments, N output rows, d head dim. The window of a row is described in the API page of
+        the family; the
     operation is the compressor of DeepSeek-V4 (CSA: ratio 4, coff 2; HCA: ratio 128, coff 1).
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype. Any row pitch; base and rows aligned to the largest power of two, at most
-            16, that divides ``d * itemsize`` bytes.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype. Any row pitch; base and rows aligned to the largest
+            power of two, at most 16, that divides ``d * itemsize`` bytes.
         ape: ``(ratio, coff*d)`` fp32.
         cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32 offsets of the segments' tokens and output rows.
         out: ``(N, d)``, dtype of kv. N may exceed or fall short of ``cu_seqlens_comp[-1]``.
         ratio: tokens of a block, 1 to 256.
         coff: 1, a window is one block; 2, a window is a block and the one before it.
 
-    Samples may be tensors, meta tensors or `TensorSpec`s. T, B and N may differ from call to call without compiling again.
+    Samples may be tensors, meta tensors or `TensorSpec`s. T, B and N may differ from call to call without compiling
+    again.
 
-    Numerics: fp32 arithmetic, rounded once. NaN and Inf propagate as in the eager computation; a score of -inf has weight 0, a window of
+    Numerics: fp32 arithmetic, rounded once. NaN and Inf propagate as in the eager computation; a score of -inf has
+        weight 0, a window of
     -inf only gives NaN. The result is the same bits at every run.
     """
 
@@ -161,13 +165,16 @@ class CSACompressorBackward(_Compressor):
 
     Args:
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff: as in the forward pass.
-        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN included.
+        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN
+            included.
         grad_kv, grad_score: ``(T, coff*d)``, dtype of kv. Fully overwritten, with exact 0 where no window reads.
         grad_ape: ``(ratio, coff*d)`` fp32. Fully overwritten.
-        deterministic: True sums grad_ape in a fixed order through a workspace: the same bits at every run. False uses atomics and no
-            workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns if that is set to warn only.
+        deterministic: True sums grad_ape in a fixed order through a workspace: the same bits at every run. False uses
+            atomics and no workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns if that is
+            set to warn only.
 
-    Numerics: for ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on CUDA bit for bit before the one rounding to the
+    Numerics: for ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on CUDA bit for bit before the one
+        rounding to the
     dtype of kv. grad_kv and grad_score are the same bits at every run in either mode.
     """
 
@@ -193,9 +200,19 @@ class CSACompressorBackward(_Compressor):
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
         self.signature: Signature = signature_of(BACKWARD, tuple(workspace))
         super().__init__(
-            ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp,
-            grad_out=grad_out, grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape, **workspace,
-        )  # fmt: skip
+            ratio,
+            coff,
+            kv=kv,
+            score=score,
+            ape=ape,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_comp=cu_seqlens_comp,
+            grad_out=grad_out,
+            grad_kv=grad_kv,
+            grad_score=grad_score,
+            grad_ape=grad_ape,
+            **workspace,
+        )
         if not self.deterministic:
             self._arrange = Arrangement(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
@@ -228,11 +245,12 @@ class CSACompressorBackward(_Compressor):
         workspace: torch.Tensor | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """Write all of grad_kv, grad_score and grad_ape; they overlap no other operand. No allocation, copy, device read or synchronization.
+        """Write all of grad_kv, grad_score and grad_ape; they overlap no other operand. No allocation, copy, device
+        read or synchronization.
 
         Args:
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may run at the
-                same time need two.
+            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls
+                that may run at the same time need two.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:

@@ -128,7 +128,7 @@ class Traits(WorkTraits):
     @property
     def query_bytes(self) -> int:
         """Shared memory for the query rows, after the rings."""
-        return self.tile.tile_m * self.ring.rows[0].pitch_bytes if self.tile.queries_in_smem else 0
+        return self.tile.tile_m * self.ring.rows.first.pitch_bytes if self.tile.queries_in_smem else 0
 
     @property
     def streams_bytes(self) -> int:

@@ -209,7 +209,7 @@ class Attention(Entry):
         softmax = OnlineSoftmax(tile.m_blocks, score_factor(scale, work.ops.softcap), self.traits.keeps_sums)
         warp_rows = ROW_BLOCK * tile.m_blocks
         # all key warps leave the same rows at the same address
-        query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows[0].pitch_bytes)
+        query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows.first.pitch_bytes)
         rows = WarpRows(self.traits, work.first_row + row_warp * warp_rows, query_address, lane)
         tiles = self._tiles(work, granule, end_granule, key_warp)
         self._stream(work, ring, rows, softmax, tiles, scale, lane)
@@ -288,7 +288,7 @@ class Attention(Entry):
 
     def _multiply_keys(self, address, queries, rS) -> None:
         """rS = queries @ keys^T."""
-        rows, zero = self.traits.ring.rows[0], (Float32(0.0),) * 4
+        rows, zero = self.traits.ring.rows.first, (Float32(0.0),) * 4
         sums = {(block, n): zero for block in range(rS.shape[0]) for n in range(rS.shape[1])}
         for step in range(self.traits.k_steps):
             operands = queries.operands(step)
@@ -302,7 +302,7 @@ class Attention(Entry):
 
     def _multiply_values(self, address, rS, rO, rWeight) -> None:
         """rO += weights @ values, rWeight += the rows' sums of the weights as rounded."""
-        rows, ones = self.traits.ring.rows[1], ones_operand(self.dtype)
+        rows, ones = self.traits.ring.rows.second, ones_operand(self.dtype)
         for step in range(rS.shape[1] // 2):
             weights = [
                 left_operand(self.dtype, _get(rS, block, 2 * step), _get(rS, block, 2 * step + 1))

@@ -115,7 +115,7 @@ class WarpgroupTraits(WorkTraits):
     def _sizes(self) -> tuple[int, int, int]:
         """Bytes of a tile of queries, keys and values."""
         tokens = [panels_bytes(row_bytes, self.tile.tile_n) for row_bytes in self.row_bytes]
-        return panels_bytes(self.row_bytes[0], self.tile.tile_m), *tokens
+        return panels_bytes(self.row_bytes.key, self.tile.tile_m), *tokens
 
     @property
     def _token_bytes(self) -> int:

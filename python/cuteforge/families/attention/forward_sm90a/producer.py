@@ -72,7 +72,7 @@ class ProducerWarp(TraceConstant):
             self._copy_tokens(warp == KEYS, tiles, None)
         else:
             self._copy_queries(
-                RowCopier(self.row_bytes[:1], PRODUCER_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane)
+                RowCopier((self.row_bytes.key,), PRODUCER_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane)
             )
 
     @cute.jit
@@ -81,7 +81,7 @@ class ProducerWarp(TraceConstant):
         half = PRODUCER_WARPS // 2
         copier = RowCopier(self.row_bytes, half, warp % half, self.lane)
         tiles = [TileRows(self.traits, copier, which, row_bytes) for which, row_bytes in enumerate(self.row_bytes)]
-        self._copy_tokens(warp < half, tiles, RowCopier(self.row_bytes[:1], PRODUCER_WARPS, warp, self.lane))
+        self._copy_tokens(warp < half, tiles, RowCopier((self.row_bytes.key,), PRODUCER_WARPS, warp, self.lane))
 
     @cute.jit
     def _copy_tokens(self, are_keys, tiles: cutlass.Constexpr, query_copier: RowCopier | None):
@@ -157,7 +157,7 @@ class ProducerWarp(TraceConstant):
             for first in cutlass.range_constexpr(0, tile_m, copier.rows_at_once):
                 num_rows = min(tile_m - first, copier.rows_at_once)
                 found = copier.look_up(QueryRows(work), work.first_row + first, num_rows, work.num_rows)
-                copier.copy(queries.address(stage), tile_m, first, num_rows, self.row_bytes[0], found)
+                copier.copy(queries.address(stage), tile_m, first, num_rows, self.row_bytes.key, found)
             queries.producer_commit(stage)
             stage, phase = queries.next(stage, phase)
         else:

@@ -39,7 +39,7 @@ class TokenRing(TraceConstant):
     def clear_pads(self):
         """Zero the columns of the first matrix that only fill an operand: they meet zeros of the query, and a NaN there
         would count."""
-        shape, rows = self.shape, self.shape.rows[0]
+        shape, rows = self.shape, self.shape.rows.first
         if cutlass.const_expr(rows.filled_chunks < rows.chunks):
             for i in cutlass.range(
                 self.warp * WARP + self.lane, shape.num_stages * shape.tile_rows, shape.num_warps * WARP

@@ -13,17 +13,17 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
 from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.ape_gradient import ApeReduction, ApeSums
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.matrix_rows import Rows
 from cuteforge.families.csa.compressor.operands import BACKWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
 from cuteforge.families.csa.compressor.row_workers import NO_ROW, RowWorker, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
-from cuteforge.families.csa.compressor.zero_fill import ZeroFill
+from cuteforge.families.csa.compressor.zero_fill import Outputs, ZeroFill
 from cuteforge.runtime.compile_cache import Build
 
 
@@ -92,7 +92,7 @@ class Backward:
         rows = RowWorker(self.traits, ops, num_rows, log_rows)
         window = WindowStream(rows, smem, ops)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
-        outputs = (Rows(ops.mGradKv), Rows(ops.mGradScore))
+        outputs = Outputs(Rows(ops.mGradKv), Rows(ops.mGradScore))
         ape = window.load_ape(ops.mApe)
         state = window.start()
         ZeroFill(rows, num_rows, outputs).run()
@@ -200,8 +200,8 @@ class Backward:
         block, ape_row = window.position(slot)
         row, half_col = token + block * self.traits.problem.ratio + ape_row, block * self.traits.problem.head_dim
         values, scores = gradients(slot)
-        window.store(outputs[0], row, half_col, values)
-        window.store(outputs[1], row, half_col, scores)
+        window.store(outputs.kv, row, half_col, values)
+        window.store(outputs.score, row, half_col, scores)
         sums.add(slot, scores)
 
 

@@ -7,10 +7,10 @@ in flight.
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.matrix_rows import Rows
 from cuteforge.families.csa.compressor.operands import FORWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
 from cuteforge.families.csa.compressor.row_workers import RowWorker, launch_shape, row_plan

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import ReadOnce, Rows, copy_or_zero, load_fp32, smem_run, store_run
+from cuteforge.device.copy import ReadOnce, load_fp32
 from cuteforge.device.math import select
 from cuteforge.device.traced import Operands, TraceConstant
+from cuteforge.families.csa.compressor.matrix_rows import Rows, copy_or_zero, smem_run, store_run
 from cuteforge.families.csa.compressor.row_workers import NO_ROW, RowWorker, SegmentState
 from cuteforge.runtime.arch import WARP
 

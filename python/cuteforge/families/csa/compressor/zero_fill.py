@@ -1,13 +1,22 @@
 """Exact zeros for the gradients of tokens that no window consumes."""
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.csa.compressor.matrix_rows import Rows
 from cuteforge.families.csa.compressor.row_workers import RowWorker
 from cuteforge.families.csa.compressor.segments import lane_count_le
 from cuteforge.runtime.arch import WARP
+
+
+class Outputs(NamedTuple):
+    """The gradients by token."""
+
+    kv: Rows
+    score: Rows
 
 
 class ZeroFill(TraceConstant):
@@ -19,7 +28,7 @@ class ZeroFill(TraceConstant):
     filled.
     """
 
-    def __init__(self, rows: RowWorker, num_rows, outputs: tuple[Rows, Rows]):
+    def __init__(self, rows: RowWorker, num_rows, outputs: Outputs):
         self.rows = rows
         self.problem = rows.traits.problem
         self.mCuSeqlens, self.mCuSeqlensComp = rows.mCuSeqlens, rows.mCuSeqlensComp

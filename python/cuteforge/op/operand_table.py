@@ -4,7 +4,6 @@ Python."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 
 def device_name(name: str) -> str:
@@ -12,20 +11,11 @@ def device_name(name: str) -> str:
     return "m" + "".join(word.capitalize() for word in name.split("_"))
 
 
-class Arrangement:
-    """The operands of an op -> what its compiled entry takes: None for those that the op does not have.
+def entry_operands(names: Sequence[str], entry: Sequence[str]) -> tuple[str | None, ...]:
+    """What a compiled entry takes of an op: its own operands in its order, None for those that the op does not have.
 
     Args:
-        names: the operands of the op, in the order of its signature.
+        names: the operands of the op.
         entry: those of the compiled entry, in its order.
-
-    Attributes:
-        places: for each operand of the entry its index among those of the op; their number for None.
     """
-
-    def __init__(self, names: Sequence[str], entry: Sequence[str]) -> None:
-        self.places = [names.index(name) if name in names else len(names) for name in entry]
-        self._pick = itemgetter(*self.places)
-
-    def __call__(self, operands: tuple) -> tuple:
-        return self._pick((*operands, None))
+    return tuple(name if name in names else None for name in entry)

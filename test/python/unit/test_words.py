@@ -53,8 +53,6 @@ NOT_YET = (
     "families/attention/base.py",
     "families/attention/checks.py",
     "families/attention/reference.py",
-    "families/attention/wrapper.py",
-    "families/csa/compressor/wrapper.py",
     "families/rotary/wrapper.py",
 )
 

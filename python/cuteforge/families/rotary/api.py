@@ -11,9 +11,9 @@ from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.rotary.config import MAX_HEAD_DIM, Problem, Traits
 from cuteforge.families.rotary.operands import ROWS, TOKENS, entry_names, given_of, signature_of
-from cuteforge.op.alike import ANY_SHAPE
 from cuteforge.op.base import APIBase, Sample
-from cuteforge.op.operand_table import Arrangement
+from cuteforge.op.guards import ANY_SHAPE
+from cuteforge.op.operand_table import entry_operands
 from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -70,7 +70,7 @@ class RotaryEmbedding(APIBase):
         self.interleaved: bool = flag("interleaved", interleaved)
         self._kind = (len(spec.shape), spec.dtype, self.interleaved, given_of(operands))
         super().__init__(**operands)
-        self._arrange = Arrangement(self.signature.names, entry_names())
+        self._entry_operands = entry_operands(self.signature.names, entry_names())
         self._num_operands, self._has_keys = len(operands), k is not None
 
     @property

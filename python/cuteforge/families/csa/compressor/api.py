@@ -19,9 +19,9 @@ from cuteforge.families.csa.compressor.config import (
     workspace_bytes,
 )
 from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, ROWS, entry_names, given_of, signature_of
-from cuteforge.op.alike import ANY_SHAPE
 from cuteforge.op.base import APIBase, Sample
-from cuteforge.op.operand_table import Arrangement
+from cuteforge.op.guards import ANY_SHAPE
+from cuteforge.op.operand_table import entry_operands
 from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
@@ -214,7 +214,7 @@ class CSACompressorBackward(_Compressor):
             **workspace,
         )
         if not self.deterministic:
-            self._arrange = Arrangement(self.signature.names, entry_names(BACKWARD))
+            self._entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
 
     def workspace_bytes(self) -> int:
@@ -262,7 +262,7 @@ class CSACompressorBackward(_Compressor):
             operands = (*operands, workspace)
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
+            refuse_atomics_if_asked()
         self._launch(operands, stream)
 
     def bind(
@@ -277,7 +277,7 @@ class CSACompressorBackward(_Compressor):
             named["workspace"] = workspace
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
+            refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
     def _check_operands(self, operands: tuple) -> None:
@@ -347,7 +347,7 @@ def _check_no_workspace(workspace: Any) -> None:
         raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
 
 
-def _refuse_atomics_if_asked() -> None:
+def refuse_atomics_if_asked() -> None:
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (

@@ -8,14 +8,8 @@ import torch
 
 from cuteforge import ContractError, UnsupportedError
 from cuteforge.families.rotary import table
-from cuteforge.families.rotary.table import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    YarnScaling,
-    rotary_frequencies,
-    rotary_table,
-)
+from cuteforge.families.rotary.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cuteforge.families.rotary.table import rotary_frequencies, rotary_table
 
 # As published with the models; `rope_theta` and the rotated width beside it.
 LLAMA_3_1 = (

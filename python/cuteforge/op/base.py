@@ -250,34 +250,26 @@ class APIBase:
             call_scalars: run-time scalars of this call, which follow those of the op.
         """
         compiled = self._compiled or self._load_again(operands)
-        replay = None
-        for is_alike, known in compiled.replays.entries:
-            if is_alike(*operands):
-                replay = known
-                break
-        else:
-            try:
-                replay = self._look_at(compiled, operands)
+        is_plain = stream is None and env.launch_is_plain()
+        try:
+            if is_plain:
+                for serve in compiled.replays.serves:
+                    if serve(operands, None, call_scalars) is not None:
+                        return
+            if is_plain or compiled.replays.find(operands) is None:
+                self._look_at(compiled, operands)
                 if self._may_be_empty and self._is_empty(operands):
                     return self.check_call(operands)
-            except RuntimeError:
-                self._explain_unreadable(operands)
-                raise
-        try:
-            if replay is not None and stream is None and env.launch_is_plain():
-                replay.run(operands, None, call_scalars)
-            else:
-                self._launch_as_asked(compiled, operands, stream, call_scalars)
+            self._launch_as_asked(compiled, operands, stream, call_scalars)
+        except (ContractError, UnsupportedError):
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
+            self._explain_unreadable(operands)
             self._explain(error, operands)
             raise
 
-    def _look_at(self, compiled: _Compiled, operands: tuple) -> Replay | None:
-        """Check operands that are like none before, as far as the compiled entry does not.
-
-        Returns:
-            The replay for those that are like them, if it is time to remember one.
-        """
+    def _look_at(self, compiled: _Compiled, operands: tuple) -> None:
+        """Check operands that are like none before, as far as the compiled entry does not; remember them if it is time."""
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -291,14 +283,13 @@ class APIBase:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        if not compiled.replays.is_due() or self._is_empty(operands):
-            return None
-        names = self.signature.names
-        recipe = Recipe(names, scalars=None, written=self._written(names), returned=())
-        replay = Replay(self._launcher(device), recipe)
-        varying = [self._varying.get(name) for name in names]
-        compiled.replays.add(operands, replay, varying, self._agree, [names.index(name) for name in self._agreeing])
-        return replay
+        if compiled.replays.is_due() and not self._is_empty(operands):
+            names = self.signature.names
+            recipe = Recipe(
+                names, scalars=None, written=self._written(names), returned=(), varying=self._varying,
+                agree=self._agree, agreeing=self._agreeing,
+            )  # fmt: skip
+            compiled.replays.add(operands, Replay(self._launcher(device), recipe))
 
     def _launch_as_asked(self, compiled: _Compiled, operands: tuple, stream: Any, call_scalars: tuple) -> None:
         """Launch on a stream that was asked for, with what environment variables ask for."""

@@ -82,6 +82,9 @@ class AttentionRoad(Road):
         self.op = op
         self.inputs = inputs_of(OPS[op])
 
+    def are_exact(self, options: tuple) -> bool:
+        return type(options[0]) is bool and type(options[-1]) is bool
+
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         named = dict(zip((*self.inputs, *self.outputs), tensors))
         given = {name: x for name, x in named.items() if x is not None}

@@ -39,6 +39,9 @@ class RotaryRoad(Road):
         self.heads, self.outputs, self.caller_names, self.torch_op = heads, outputs, caller_names, torch_op
         self.inputs = (*heads, *TABLE)
 
+    def are_exact(self, options: tuple) -> bool:
+        return type(options[0]) is bool and type(options[1]) is bool
+
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         named = dict(zip((*self.inputs, *self.outputs), tensors))
         for name in self.heads:

@@ -106,7 +106,7 @@ def merge_state(
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
     """
-    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream=stream)
+    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream)
     return TupleDict(out=results[0], lse=results[1])
 
 

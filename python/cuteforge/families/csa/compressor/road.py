@@ -35,6 +35,10 @@ class _CompressorRoad(Road):
 
     inputs = inputs_of(FORWARD)
 
+    def are_exact(self, options: tuple) -> bool:
+        # ratio, head_dim and coff
+        return type(options[0]) is int and type(options[1]) is not bool and type(options[2]) is int
+
     @abstractmethod
     def torch_op(self, call: Invocation) -> tuple[str, tuple]:
         """Name of the op of torch, and its arguments."""
@@ -81,6 +85,9 @@ class BackwardRoad(_CompressorRoad):
     """The length of a call is its number of tokens."""
 
     inputs = inputs_of(BACKWARD)
+
+    def are_exact(self, options: tuple) -> bool:
+        return super().are_exact(options) and type(options[3]) is bool
 
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         *sizes, deterministic = options

@@ -129,7 +129,13 @@ class ApeReduction:
         self.traits = traits
 
     @cute.jit
-    def launch(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_teams: Int32, stream: cuda.CUstream):
+    def launch(
+        self,
+        mSums: cute.Tensor,  # (column, window entry, team)
+        mGradApe: cute.Tensor,  # (column, window entry, 1)
+        num_teams: Int32,
+        stream: cuda.CUstream,
+    ):
         problem = self.traits.problem
         self.kernel(mSums, mGradApe, num_teams).launch(
             grid=(-(-problem.head_dim // WARP), problem.window, 1),
@@ -139,7 +145,12 @@ class ApeReduction:
         )
 
     @cute.kernel
-    def kernel(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_teams: Int32):
+    def kernel(
+        self,
+        mSums: cute.Tensor,  # (column, window entry, team)
+        mGradApe: cute.Tensor,  # (column, window entry, 1)
+        num_teams: Int32,
+    ):
         if cutlass.const_expr(self.traits.dependent_launch):
             # whichever of the two kernels comes second is the one that waits
             cute.arch.griddepcontrol_wait()

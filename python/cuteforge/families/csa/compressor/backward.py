@@ -82,7 +82,12 @@ class Backward:
             )
 
     @cute.kernel
-    def kernel(self, given: tuple, mSums: cute.Tensor, log_rows: Int32):
+    def kernel(
+        self,
+        given: tuple,  # the tensors of `entry_names(BACKWARD)`
+        mSums: cute.Tensor,  # (column, window entry, team)
+        log_rows: Int32,
+    ):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()

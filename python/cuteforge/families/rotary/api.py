@@ -72,9 +72,16 @@ class RotaryEmbedding(APIBase):
     _varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
 
     def __init__(
-        self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
-        k: Sample | None = None, k_out: Sample | None = None, interleaved: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        x: Sample,
+        table: Sample | Pair[Sample],
+        out: Sample,
+        positions: Sample | None = None,
+        *,
+        k: Sample | None = None,
+        k_out: Sample | None = None,
+        interleaved: bool = True,
+    ) -> None:
         operands = named_operands(x, table, out, positions, k, k_out)
         spec = TensorSpec.of(x, "x")
         if len(spec.shape) not in TOKENS:
@@ -107,11 +114,17 @@ class RotaryEmbedding(APIBase):
             check_positions(tensors["positions"], tensors["cos"].shape[0])
 
     def execute(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
-        positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
-        inverse: bool = False, stream: Stream | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        table: torch.Tensor | Pair[torch.Tensor],
+        out: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        k: torch.Tensor | None = None,
+        k_out: torch.Tensor | None = None,
+        inverse: bool = False,
+        stream: Stream | None = None,
+    ) -> None:
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
@@ -213,6 +226,5 @@ def check_positions(positions: torch.Tensor, max_pos: int) -> None:
     bad = ((positions < 0) | (positions >= max_pos)).nonzero()
     if len(bad):
         index = tuple(bad[0].tolist())
-        raise ContractError(
-            f"positions: wanted values in [0, {max_pos}), got {positions[index].item()} at index {', '.join(map(str, index))}"
-        )
+        got = f"{positions[index].item()} at index {', '.join(map(str, index))}"
+        raise ContractError(f"positions: wanted values in [0, {max_pos}), got {got}")

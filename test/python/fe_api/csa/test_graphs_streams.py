@@ -176,7 +176,8 @@ def test_explicit_stream_with_inputs_freed_at_once(device):
 
 
 def loaded_op(device):
-    """A forward whose code is there: loading it at its first launch may wait for a stream that is held. With its inputs and where it writes."""
+    """A forward whose code is there: loading it at its first launch may wait for a stream that is held. With its inputs
+    and where it writes."""
     x = csa.small(csa.CSA, device)
     csa.run_forward(x)
     out = Canary.like(x.grad_out)

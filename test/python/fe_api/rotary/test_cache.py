@@ -1,6 +1,7 @@
 """What is compiled and when: sizes, strides, direction and contents are no part of it.
 
-Threads, processes, damaged directories and eviction belong to the run time all families share: fe_api/csa/test_cache.py.
+Threads, processes, damaged directories and eviction belong to the run time all families share:
+fe_api/csa/test_cache.py.
 """
 
 from helpers import process

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cuteforge.arguments import flag, integer, kind_of
-from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.errors import ContractError
+from cuteforge.families.csa.compressor.checks import (
+    check_no_workspace,
+    check_offsets,
+    check_window,
+    refuse_atomics_if_asked,
+    too_few_tokens,
+)
 from cuteforge.families.csa.compressor.config import (
-    MAX_RATIO,
     Problem,
     Traits,
     max_ctas,
@@ -60,7 +65,7 @@ class _Compressor(APIBase):
         if dims["B"] < 0:
             raise ContractError("cu_seqlens: wanted shape (B+1), at least one offset, got (0)")
         if dims["N"] > 0 and dims["T"] < self.ratio:
-            raise ContractError(_too_few_tokens(dims["N"], dims["T"], self.ratio))
+            raise ContractError(too_few_tokens(dims["N"], dims["T"], self.ratio))
 
     def _traits(self, dims: Dims, arch: Arch) -> Traits:
         problem = Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff, given_of(self.samples))
@@ -100,7 +105,8 @@ class _Compressor(APIBase):
             self.check_call(operands)
 
     def _agree(self, kv: torch.Tensor) -> bool:
-        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
+        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked
+        at."""
         return kv.shape[0] >= self.ratio
 
 
@@ -256,9 +262,19 @@ class CSACompressorBackward(_Compressor):
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
         self.signature: Signature = signature_of(BACKWARD, tuple(workspace))
         super().__init__(
-            ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp,
-            grad_out=grad_out, grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape, **workspace,
-        )  # fmt: skip
+            ratio,
+            coff,
+            kv=kv,
+            score=score,
+            ape=ape,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_comp=cu_seqlens_comp,
+            grad_out=grad_out,
+            grad_kv=grad_kv,
+            grad_score=grad_score,
+            grad_ape=grad_ape,
+            **workspace,
+        )
         if not self.deterministic:
             self._entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
@@ -316,7 +332,7 @@ class CSACompressorBackward(_Compressor):
         if self.deterministic:
             operands = (*operands, workspace)
         else:
-            _check_no_workspace(workspace)
+            check_no_workspace(workspace)
             refuse_atomics_if_asked()
         self._launch(operands, stream)
 
@@ -350,7 +366,7 @@ class CSACompressorBackward(_Compressor):
         if self.deterministic:
             named["workspace"] = workspace
         else:
-            _check_no_workspace(workspace)
+            check_no_workspace(workspace)
             refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
@@ -371,62 +387,3 @@ class CSACompressorBackward(_Compressor):
         if not fits or workspace.device.index != device_index:
             got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
             raise ContractError(f"workspace: wanted {wanted}, got {got}")
-
-
-def check_window(ratio: Any, coff: Any) -> tuple[int, int]:
-    """`ratio` and `coff` as ints.
-
-    Raises:
-        ContractError: no ints, or no window.
-        UnsupportedError: a window that is too long.
-    """
-    ratio, coff = integer("ratio", ratio), integer("coff", coff)
-    if coff not in (1, 2):
-        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
-    if ratio < 1:
-        raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {ratio}")
-    if ratio > MAX_RATIO:
-        raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {ratio}")
-    return ratio, coff
-
-
-def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_tokens: int, ratio: int) -> None:
-    """Read both offset tables and refuse what does not describe segments of `num_tokens` tokens. Synchronizes.
-
-    Raises:
-        ContractError: names the table and the first bad index.
-    """
-    tokens, rows = cu_seqlens.tolist(), cu_seqlens_comp.tolist()
-    for index, offset in enumerate(tokens):
-        low = tokens[index - 1] if index else 0
-        if not low <= offset <= num_tokens:
-            raise ContractError(
-                f"cu_seqlens: wanted ascending offsets in [0, {num_tokens}], got {offset} at index {index}"
-            )
-    for index, offset in enumerate(rows):
-        wanted = rows[index - 1] + (tokens[index] - tokens[index - 1]) // ratio if index else 0
-        if offset != wanted:
-            raise ContractError(
-                f"cu_seqlens_comp: wanted {wanted} (one row for every {ratio} tokens), got {offset} at index {index}"
-            )
-
-
-def _too_few_tokens(num_rows: int, num_tokens: int, ratio: int) -> str:
-    return f"kv: wanted at least ratio = {ratio} tokens for N = {num_rows} rows, got T = {num_tokens}"
-
-
-def _check_no_workspace(workspace: Any) -> None:
-    """A tensor that is not needed does no harm; anything else must be a mistake."""
-    if workspace is not None and not isinstance(workspace, torch.Tensor):
-        raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
-
-
-def refuse_atomics_if_asked() -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "CSACompressorBackward(deterministic=False) adds grad_ape up with atomics, whose order differs from run to run"
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(f"{message}; torch.use_deterministic_algorithms(True) is set: pass deterministic=True")
-    warnings.warn(message, stacklevel=4)

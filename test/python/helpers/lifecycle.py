@@ -50,6 +50,7 @@ class Family:
         guard: of memory that a call may write in part: made before it, checked after it.
         without_writes: operands -> the same, for a guard that allows no write at all.
         most_launches: kernels, copies and fills of a bound call; None: not counted.
+        long_versions: two of the versions, with work for many CTAs.
         is_known: whether calls like an earlier one skip what that one found out.
     """
 
@@ -63,6 +64,7 @@ class Family:
     guard: Callable[[Any], Any] = NoGuard
     without_writes: Callable[[Any], Any] = lambda x: x
     most_launches: int | None = None
+    long_versions: tuple[int, int] = (1, 2)
     is_known: bool = True
 
     def call(self, device, version: int = 0, arch: str | None = None) -> Call:
@@ -260,6 +262,7 @@ def _pages(kind: str) -> Family:
         judge=paged.check,
         guard=paged.PoolGuard,
         without_writes=lambda x: x.with_(new_k=None, new_v=None),
+        long_versions=(2, 4),
     )
 
 
@@ -376,6 +379,7 @@ FORWARD = Family(
         *x.tensors, **x.config, total_comp=x.total_comp, **options
     ),
     judge=lambda results, x: csa.check_forward(results["out"], x),
+    long_versions=(1, 4),
 )
 BACKWARD = Family(
     versions=len(SEGMENTS),
@@ -385,6 +389,7 @@ BACKWARD = Family(
     arguments=lambda x, results: ((*x.tensors, x.grad_out, *results.values()), {}),
     wrapper=lambda x, **options: cf.csa_compressor_backward_wrapper(*x.tensors, x.grad_out, **x.config, **options),
     judge=_judge_grads,
+    long_versions=(1, 4),
 )
 
 FAMILIES = {

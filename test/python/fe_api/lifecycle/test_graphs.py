@@ -64,7 +64,7 @@ def test_two_graphs_of_wrapper_calls_do_not_share_scratch(family, device):
     calls = [family.call(device) for _ in range(2)]
     warm = [call.warm("wrapper") for call in calls]
     graphs = [capture(run) for run, _ in warm]
-    for version, call in enumerate(calls, 1):
+    for version, call in zip(family.long_versions, calls):
         call.refill(version)
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()

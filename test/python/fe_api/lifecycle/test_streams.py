@@ -84,7 +84,7 @@ def test_what_is_no_stream_is_refused(stream, entry, family, device):
 @each_family
 def test_two_streams_at_once(family, device):
     """Launches share no scratch: both results are right although they overlap."""
-    inputs = [family.draw(device, version) for version in (1, 2)]
+    inputs = [family.draw(device, version) for version in family.long_versions]
     want = [lifecycle.copied(family.wrapper(x)) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.op import base as api_base
-from cuteforge.op.base import APIBase, TupleDict
+from cuteforge.op.base import APIBase
 from cuteforge.op.signature import Operand, Signature, TensorSpec
+from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
 from helpers.stub_gpu import STREAM, StubKernel, pass_for_gpu, pass_for_gpu_in_tables

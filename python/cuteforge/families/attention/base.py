@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from cuteforge.errors import ContractError
 from cuteforge.families.attention.checks import ShapeCheck, check_contents, check_relations
 from cuteforge.families.attention.forward.config import Traits, select_prefill, workspace_bytes
 from cuteforge.families.attention.forward_sm90a.config import few_rows, select_warpgroups
-from cuteforge.families.attention.operands import MASK_DIMS, Layout, entry_names, given_of, signature_of
+from cuteforge.families.attention.operands import MASK_DIMS, Layout, entry_operands, given_of, signature_of
 from cuteforge.families.attention.options import ScoreOptions, checked_scale, checked_softcap, checked_window
 from cuteforge.families.attention.problem import Problem
 from cuteforge.families.attention.work.traits import max_ctas
@@ -53,7 +52,8 @@ class AttentionOp(APIBase):
         layout = Layout(self._queries, self._keys, ranks.get("mask", 0))
         self.signature: Signature = signature_of(layout, tuple(given))
         super().__init__(**given)
-        self._arrange = Arrangement(self.signature.names)
+        self._entry_operands = entry_operands(self.signature.names)
+        self._as_bytes = frozenset(("mask",)) & given.keys()
         self._takes_workspace = self._splits
         # of a head dim of 0 the table says what is wrong
         usual = max((1, *self.samples["q"].shape)[-1], 1) ** -0.5
@@ -232,27 +232,3 @@ class AttentionOp(APIBase):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_workspace_bytes"}
-
-
-class Arrangement:
-    """The operands of a call -> what the compiled entry takes: None for those that the op does not have, bytes for a mask.
-
-    Attributes:
-        places: for each operand of the entry its place among those of the op; their number for None.
-    """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        entry, absent = entry_names(), len(names)
-        self.places = [next((names.index(n) for n in choices if n in names), absent) for choices in entry]
-        self._pick = itemgetter(*self.places)
-        # a compiled entry has no type for bools
-        self._mask = (
-            next((i for i, choices in enumerate(entry) if "mask" in choices), None) if "mask" in names else None
-        )
-
-    def __call__(self, operands: tuple) -> tuple:
-        arranged = self._pick((*operands, None))
-        if self._mask is not None:
-            i = self._mask
-            arranged = (*arranged[:i], arranged[i].view(torch.uint8), *arranged[i + 1 :])
-        return arranged

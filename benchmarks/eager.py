@@ -1,7 +1,9 @@
 """The baseline in plain PyTorch: the same rotation and the same compressor as a model without kernels computes them.
 
-Each function returns a callable that makes new tensors, as eager code does. Arithmetic is fp32 and inputs are bf16, so that
-the baseline passes the same check against fp64. What a model computes once for all layers is left outside of the clock: the
+Each function returns a callable that makes new tensors, as eager code does. Arithmetic is fp32 and inputs are bf16, so
+that
+the baseline passes the same check against fp64. What a model computes once for all layers is left outside of the clock:
+the
 angles of the tokens, and the graph of the forward pass that a backward walks.
 """
 
@@ -11,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 NAME = "torch eager"
-# Some 30 launches take the host up to 0.4 ms, one scrub of an H200 takes 50 us: with ten the device never waits for Python.
+# Some 30 launches take the host up to 0.4 ms, one scrub of an H200 takes 50 us: with ten the device never waits for
+# Python.
 SCRUBS = 10
 
 
@@ -46,7 +49,8 @@ def _turn_halves(x, cos, sin):
 
 
 def compressor_forward(kv, score, ape, *, segments: int, coff: int) -> Callable[[], tuple]:
-    """Callable that returns ``(out,)``. `segments` of equal length, whole windows: views, where packed tokens need a look-up."""
+    """Callable that returns ``(out,)``. `segments` of equal length, whole windows: views, where packed tokens need a
+    look-up."""
     return lambda: (_compress(kv, score, ape, segments, coff),)
 
 
@@ -71,7 +75,8 @@ def _compress(kv, score, ape, segments: int, coff: int):
 
 
 def _with_previous(blocks, absent: float):
-    """The first half of each block's predecessor, then the second half of the block: ``(segments, blocks, 2 * ratio, d)``."""
+    """The first half of each block's predecessor, then the second half of the block: ``(segments, blocks, 2 * ratio,
+    d)``."""
     import torch
 
     first, second = blocks.chunk(2, -1)

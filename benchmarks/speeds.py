@@ -1,4 +1,5 @@
-"""What one who chooses a library asks of the records: how fast is each library at my size? The selection that tables and drawings share."""
+"""What one who chooses a library asks of the records: how fast is each library at my size? The selection that tables
+and drawings share."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ DECODE = Panel(
 )  # fmt: skip
 PAGED_PREFILL = Panel(
     "Prefill over pages of 16, causal", "sequences × tokens", "paged_attention", "prefill",
-    r"(\d+)x(\d+) h32/8 d128 causal page 16", (f"{peers.FlashAttention4.name} page 16",), "flops", "matmul_tflops", "{}×{}",
+    r"(\d+)x(\d+) h32/8 d128 causal page 16", (f"{peers.FlashAttention4.name} page 16",), "flops", "matmul_tflops",
+    "{}×{}",
 )  # fmt: skip
 PAGED_DECODE = Panel(
     "Decode over pages of 16", "requests × context", "paged_attention", "decode", r"(\d+)x(\d+) h32/8 d128 page 16",

@@ -30,7 +30,8 @@ class _CudaStream(Protocol):
 
 # A raw handle and the streams of cuda.bindings are numbers to a type checker.
 Stream = _TorchStream | _CudaStream | SupportsInt
-"""What an argument `stream` takes beside None: a `torch.cuda.Stream`, a CUstream or cudaStream_t of cuda.bindings, an object with
+"""What an argument `stream` takes beside None: a `torch.cuda.Stream`, a CUstream or cudaStream_t of cuda.bindings, an
+object with
 ``__cuda_stream__``, or a raw handle as an int. Handle 0 is the default stream.
 
 Examples:

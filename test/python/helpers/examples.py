@@ -117,7 +117,7 @@ def needs_gpu(docstring: str) -> bool:
 
 
 def run(name: str, docstring: str) -> None:
-    """Run an example as a user would paste it, and fail with doctest's report where an output is not that of the text."""
+    """Run an example as a user would paste it; fail with doctest's report where an output is not that of the text."""
     test = doctest.DocTestParser().get_doctest(docstring, {"__name__": "__example__"}, name, None, 0)
     report: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import sys
@@ -40,10 +41,13 @@ def digest(folder: Path = SOURCES) -> str:
 def digests(folder: Path = SOURCES) -> dict[str, str]:
     """sha256 of the code of each file, shortened: enough to say which have changed. Comments, docstrings and line
     breaks do not count."""
-    return {
-        name: hashlib.sha256(repr(_code(ast.parse(text))).encode()).hexdigest()[:16]
-        for name, text in contents(folder).items()
-    }
+    return {name: _digest_of_code(text) for name, text in contents(folder).items()}
+
+
+@functools.cache
+def _digest_of_code(text: bytes) -> str:
+    """Remembered: the tests of records take those of all sources 20 times, and once costs three seconds."""
+    return hashlib.sha256(repr(_code(ast.parse(text))).encode()).hexdigest()[:16]
 
 
 def _code(node: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Kernels for a machine without a GPU: each computes what its family's reference computes, from the arguments of the compiled entry.
+"""Kernels for a machine without a GPU: each computes what its family's reference computes, from the arguments of the
+compiled entry.
 
 With `stub_gpu` around them, calls of classes and wrappers run on CPU tensors with the right results.
 """
@@ -54,7 +55,8 @@ def stand_in_gpu(monkeypatch) -> Iterator[list[tuple]]:
 
 
 def _let_policies_choose_kernels(monkeypatch) -> None:
-    """Kernels refuse only what they would refuse on a GPU with a compiler. Who asks has to forget what was chosen before and within."""
+    """Kernels refuse only what they would refuse on a GPU with a compiler. Who asks has to forget what was chosen
+    before and within."""
     refusals, gpu = kernels.kernel_refusals, torch.device("cuda", 0)
     monkeypatch.setattr(kernels, "_check_toolchain", lambda device: None)
     for policy in (cuda, rotary, compressor):

@@ -1,4 +1,5 @@
-"""The baseline in plain torch computes what the kernels compute; else every ratio to it would be of two different things."""
+"""The baseline in plain torch computes what the kernels compute; else every ratio to it would be of two different
+things."""
 
 from __future__ import annotations
 

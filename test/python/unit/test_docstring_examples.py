@@ -1,6 +1,7 @@
 """Every public name has an example in its docstring, and the examples run and print what they say.
 
-Without a GPU the examples that ask for one run on `reference_kernels.stand_in_gpu`: every check of a call is made, and a launch computes the
+Without a GPU the examples that ask for one run on `reference_kernels.stand_in_gpu`: every check of a call is made, and
+a launch computes the
 reference in place of the kernel.
 """
 

@@ -1,6 +1,6 @@
 """Public bug reports as cases, where dense attention has the same kind of fault to fear.
 
-Captures are also in test_graphs_streams.py. Cold caches and forks are what all families share, and are tested with the
+Captures are also in fe_api/lifecycle. Cold caches and forks are what all families share, and are tested with the
 compressor.
 """
 
@@ -16,11 +16,11 @@ from helpers import budget, gpu, process
 from helpers.packs import offsets
 
 kinds = pytest.mark.parametrize("kind", **attn.both_ops)
-AD_1_HEADS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
+HEAD_RATIOS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
 
 
 @kinds
-@pytest.mark.parametrize("heads", AD_1_HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEAD_RATIOS, ids=str)
 def test_every_head_ratio(heads, kind, device):
     """V of KV head j holds j: out is h // group exactly, whatever Q and K are; decode and prefill take the same
     heads."""

@@ -1,6 +1,6 @@
 """Public bug reports as cases, where the rotary op has the same kind of fault to fear.
 
-Captures are also in test_graphs_streams.py. The caches that all families share are tested with the compressor.
+Captures are also in fe_api/lifecycle. The caches that all families share are tested with the compressor.
 """
 
 import itertools
@@ -110,10 +110,10 @@ def test_a_table_of_another_precision_is_refused_by_name(dtype, device):
         rotary_wrapper(by_token.x, by_token.table.to(dtype))
 
 
-RO_4 = {False: [-1.9841, 1.9599, 2.4624, 4.0198], True: [-1.1426, 1.9221, 2.9599, 4.0298]}
+ROTATED = {False: [-1.9841, 1.9599, 2.4624, 4.0198], True: [-1.1426, 1.9221, 2.9599, 4.0298]}
 
 
-@pytest.mark.parametrize("interleaved", RO_4, ids=["halves", "interleaved"])
+@pytest.mark.parametrize("interleaved", ROTATED, ids=["halves", "interleaved"])
 @pytest.mark.parametrize("by_token", [False, True], ids=["positions", "freqs_cis"])
 def test_the_pairing_flag_is_obeyed(by_token, interleaved, device):
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], device=device)
@@ -121,7 +121,7 @@ def test_the_pairing_flag_is_obeyed(by_token, interleaved, device):
     table = {"cos": cos, "sin": sin, "positions": torch.tensor([1], device=device)}
     if by_token:
         table = {"freqs_cis": torch.stack((cos[1:], sin[1:]), -1)}
-    want = torch.tensor(RO_4[interleaved], device=device)
+    want = torch.tensor(ROTATED[interleaved], device=device)
     for keys in ({}, {"k": x.clone()}):
         call = rotary_qk_wrapper if keys else rotary_wrapper
         for result in call(x, **keys, **table, interleaved=interleaved):

@@ -1,4 +1,7 @@
-"""What is compiled and when: keys, threads, processes, damaged and unusable cache directories."""
+"""What is compiled and when: keys, threads, processes, damaged and unusable cache directories.
+
+The run time is that of all families; the compressor stands for them.
+"""
 
 import shutil
 

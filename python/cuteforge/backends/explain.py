@@ -18,18 +18,29 @@ _BY_NAME = {function.__name__: explainer for function, explainer in _EXPLAINERS.
 
 
 def explain(function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args: Any, **kwargs: Any) -> Decision:
-    """Which backend would serve a call of a policy function, and what each says of it. Runs nothing and changes nothing.
+    """Which backend would serve a call of a policy function, and what each backend says of it. Runs nothing and changes
+    nothing.
 
     Args:
-        function: `attention`, `apply_rotary_emb` or `compress`, or the name of one. A tensor stands for q of a call of attention:
-            ``explain(q, k, v)`` is ``explain(attention, q, k, v)``.
-        args, kwargs: of the call.
+        function: `attention`, `apply_rotary_emb` or `compress`, or the name of one. A tensor stands for q of a call of
+            attention: ``explain(q, k, v)`` is ``explain(attention, q, k, v)``.
+        args, kwargs: those of the call.
 
     Returns:
-        A `Decision`. It prints as a table; ``chosen`` is None where the call would raise UnsupportedError.
+        A `Decision`, which prints as a table. Its ``chosen`` is None where the call would raise UnsupportedError.
 
     Raises:
-        ContractError: no policy function, or arguments that the call would refuse before it chooses.
+        ContractError: `function` is no policy function, or the call would refuse its arguments before it chooses.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, explain
+        >>> q = k = v = torch.randn(1, 16, 8, 64, dtype=torch.bfloat16)
+        >>> print(explain(attention, q, k, v, is_causal=True))
+        attention: torch_native (by priority)
+          cuda          the kernels run on CUDA, this call is on cpu
+          flash         flash-attn runs on CUDA, this call is on cpu
+          torch_native  chosen
     """
     if isinstance(function, torch.Tensor):
         return explain_attention(function, *args, **kwargs)

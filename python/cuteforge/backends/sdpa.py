@@ -1,7 +1,7 @@
 """Attention by torch's scaled_dot_product_attention, with this library's masks, corner and empty rows.
 
-Dims: ``B`` requests, ``L`` query tokens, ``S`` keys, ``Hq = G * Hkv`` heads, ``D`` and ``Dv`` head dims, ``T`` packed tokens. A mask that is ready
-for scores is called `keep`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query sees a key.
+Dims: ``B`` requests, ``L`` query tokens, ``S`` keys, ``Hq = G * Hkv`` heads, ``D`` and ``Dv`` head dims, ``T`` packed
+tokens. A mask that is ready for scores is called `keep`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query sees a key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None,
     softcap: float | None = None, sinks: torch.Tensor | None = None, *, by_scores: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key gives 0, and no gradient.
+    """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key
+    gives 0, and no gradient.
 
     Args:
         is_causal: query i sees key j iff ``j <= i + S - L``.
@@ -35,7 +36,8 @@ def attend(
             return attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
     length, num_keys = q.shape[1], k.shape[1]
     q, scale = positive_scale(q, scale)
-    # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its fused kernels know it.
+    # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its
+    # fused kernels know it.
     is_causal = is_causal and length > 1
     if softcap or sinks is not None or by_scores:
         return _attend_by_scores(q, k, v, _cut(keep, is_causal, length, num_keys, q.device), scale, softcap, sinks)
@@ -69,7 +71,8 @@ def _attend_fused(
     if keep is None:
         out = scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
         return _with_nan_rows(out, q, k, is_square) if q.device.type == "cpu" else out
-    # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is dropped.
+    # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is
+    # dropped.
     is_empty = ~keep.any(-1, keepdim=True)
     # Its query must not count either: a NaN in it would reach the gradients of all keys.
     by_head[0] = by_head[0].masked_fill(is_empty, 0)
@@ -201,7 +204,8 @@ def pad_requests(packed: torch.Tensor, cu_seqlens: torch.Tensor, length: int) ->
 def gather_pages(
     pool: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, num_keys: int
 ) -> torch.Tensor:
-    """The tokens of each request, ``(B, num_keys, H, D)`` of ``pool (P, ps, H, D)``; 0 past its length, whatever the pool holds there."""
+    """The tokens of each request, ``(B, num_keys, H, D)`` of ``pool (P, ps, H, D)``; 0 past its length, whatever the
+    pool holds there."""
     num_pages, page_size = pool.shape[:2]
     pages = page_table[rows.long(), : -(-num_keys // page_size)].long().clamp(0, num_pages - 1)
     tokens = pool[pages].flatten(1, 2)[:, :num_keys]

@@ -25,7 +25,8 @@ def run(
     stale: bool = False,
     remove: bool = False,
 ) -> int:
-    """List, clear or verify the cache directory that the environment names, whether kernels are stored there now or not.
+    """List, clear or verify the cache directory that the environment names, whether kernels are stored there now or
+    not.
 
     Args:
         action: "ls", "clear" or "verify".

@@ -1,4 +1,5 @@
-"""What the compiler makes of the arithmetic of `cuteforge.device.math`: what is rounded step by step is not fused. Needs no GPU."""
+"""What the compiler makes of the arithmetic of `cuteforge.device.math`: what is rounded step by step is not fused.
+Needs no GPU."""
 
 import pytest
 

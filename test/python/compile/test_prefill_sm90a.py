@@ -1,7 +1,7 @@
 """What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
 
 from cuteforge.families.attention.forward_sm90a import kernel
-from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
+from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, SMEM_ALIGNMENT, select_warpgroups
 from cuteforge.runtime.arch import WARP, resolve_arch
 from helpers import sass
 from helpers.attention_problems import problem_of
@@ -93,11 +93,11 @@ def test_machine_code(problem, has_few_rows):
 
 def check_it_fits(traits, code, smem_bytes):
     """What the warps ask for by and by is there, and shared memory is what `why_not` reckons with."""
-    multiplying, copying = traits.registers
-    threads = WARP * (COPY_WARPS + traits.tile.multiplying_warps)
+    registers = traits.registers
+    threads = WARP * (PRODUCER_WARPS + traits.tile.consumer_warps)
     launched = code.registers // 8 * 8 * threads
     assert launched <= REGISTERS_PER_SM
-    assert WARP * (traits.tile.multiplying_warps * multiplying + COPY_WARPS * copying) <= launched
+    assert WARP * (traits.tile.consumer_warps * registers.consumer + PRODUCER_WARPS * registers.producer) <= launched
     assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes <= ARCH.smem_bytes_per_cta
 
 

@@ -23,10 +23,10 @@ def served(monkeypatch):
     from cuteforge.op import recall
 
     recall.forget()
-    counts, serve = [], recall.recall
+    counts, recall_call = [], recall.recall
 
     def counted(*args):
-        results = serve(*args)
+        results = recall_call(*args)
         counts.extend([1] * (results is not None))
         return results
 

@@ -1,8 +1,8 @@
 """The record of the last GPU runs of the whole suite, and whether the sources it vouches for have changed since.
 
 ``python -m pytest test/python --gpu-record=test/gpu_record.json`` adds a run to it (`recorder.py`), and
-``python test/python/helpers/gpu_record.py --check`` reads it, so that a machine without a GPU can say what has been tested on one.
-Checking needs neither torch nor pytest nor a GPU.
+``python test/python/helpers/gpu_record.py --check`` reads it, so that a machine without a GPU can say what has been
+tested on one. Checking needs neither torch nor pytest nor a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def digest(folder: Path = SOURCES) -> str:
 
 
 def digests(folder: Path = SOURCES) -> dict[str, str]:
-    """sha256 of the code of each file, shortened: enough to say which have changed. Comments, docstrings and line breaks do not count."""
+    """sha256 of the code of each file, shortened: enough to say which have changed. Comments, docstrings and line
+    breaks do not count."""
     return {name: _digest_of_code(text) for name, text in contents(folder).items()}
 
 
@@ -50,7 +51,8 @@ def _digest_of_code(text: bytes) -> str:
 
 
 def _code(node: Any) -> Any:
-    """A syntax tree as tuples and lists, the same in every Python: fields that are empty, which newer ones have more of, are left out."""
+    """A syntax tree as tuples and lists, the same in every Python: fields that are empty, which newer ones have more
+    of, are left out."""
     if isinstance(node, list):
         return [_code(item) for item in node if not _is_bare_text(item)]
     if not isinstance(node, ast.AST):

@@ -236,7 +236,8 @@ QUERIES = ((0, 0, 65, 65), (7, 100, 0, 23), (130, 0, 0, 0), (1, 1, 127, 1), (33,
 
 
 def draw_pages(kind: str, device, version: int) -> paged.Inputs:
-    """All of one shape, the table as wide as the longest request may be; nothing to be read past the lengths, in the table and in the pool."""
+    """All of one shape, the table as wide as the longest request may be; nothing to be read past the lengths, in the
+    table and in the pool."""
     lengths, rows = KEYS[version], TABLE_ROWS[version]
     queries = QUERIES[version] if kind == "prefill" else 2
     full = paged.Batch((16 * TABLE_COLUMNS,) * len(lengths), 16, queries, rows=rows, spare_columns=0)

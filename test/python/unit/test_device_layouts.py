@@ -44,7 +44,8 @@ def test_panels_lie_one_after_another():
     assert swizzled_offset(0, 8, ROWS) == panels_bytes(PANEL_ROW_BYTES, ROWS)
 
 
-# Operands of the matrix instructions of sm_80: four matrices of 8x8, of which lane i points to row i % 8 of matrix i // 8.
+# Operands of the matrix instructions of sm_80: four matrices of 8x8, of which lane i points to row i % 8 of matrix i //
+# 8.
 
 
 @pytest.mark.parametrize("cols", [16, 64, 72, 128])

@@ -1,4 +1,5 @@
-"""Refusals: the argument is named, nothing is launched, and the next call works; by the constructor or check_support, execute and bind."""
+"""Refusals: the argument is named, nothing is launched, and the next call works; by the constructor or check_support,
+execute and bind."""
 
 import pytest
 import torch

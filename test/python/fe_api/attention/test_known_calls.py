@@ -1,4 +1,5 @@
-"""Calls like an earlier one skip what that one found out. Whatever differs from it, the result is that of a first call, and errors are the same."""
+"""Calls like an earlier one skip what that one found out. Whatever differs from it, the result is that of a first call,
+and errors are the same."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Arithmetic of `cuteforge.device.math` on a GPU: what is rounded once has the bits of exact arithmetic, what is approximate keeps its bound."""
+"""Arithmetic of `cuteforge.device.math` on a GPU: what is rounded once has the bits of exact arithmetic, what is
+approximate keeps its bound."""
 
 import functools
 
@@ -30,7 +31,8 @@ def applied(device, monkeypatch, tmp_path):
 
 @functools.cache
 def operands():
-    """Numbers of 0.5 … 2 and their negatives: fp64 holds all sums and products of two exactly, so that rounding it to fp32 rounds once."""
+    """Numbers of 0.5 … 2 and their negatives: fp64 holds all sums and products of two exactly, so that rounding it to
+    fp32 rounds once."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         (torch.rand(COUNT, generator=generator) * 1.5 + 0.5) * (torch.randint(2, (COUNT,), generator=generator) * 2 - 1)

@@ -1,4 +1,5 @@
-"""What a process that comes later compiles of any family: nothing. Directories, threads and damage: test_cache_directories.py."""
+"""What a process that comes later compiles of any family: nothing. Directories, threads and damage:
+test_cache_directories.py."""
 
 from helpers import process
 from helpers.lifecycle import each_name

@@ -28,7 +28,8 @@ def replay(graph):
 @each_family
 @pytest.mark.parametrize("entry", lifecycle.ENTRIES)
 def test_replays_follow_new_data_lengths_and_tables(entry, family, device):
-    """A capture holds addresses and capacities; numbers, lengths, offsets, tables, rows and positions are read at replay."""
+    """A capture holds addresses and capacities; numbers, lengths, offsets, tables, rows and positions are read at
+    replay."""
     call = family.call(device)
     run, results = call.warm(entry)
     graph = capture(run)

@@ -1,4 +1,5 @@
-"""The life of an op of every family: before compile, compiled, for another GPU, copied, pickled; and that it says what it wrote."""
+"""The life of an op of every family: before compile, compiled, for another GPU, copied, pickled; and that it says what
+it wrote."""
 
 import pickle
 from copy import deepcopy
@@ -81,7 +82,8 @@ def test_autocast_and_default_dtype_change_nothing(family, device):
 @each_family
 @pytest.mark.parametrize("entry", WRITERS)
 def test_every_write_of_a_result_counts_for_autograd(entry, family, device):
-    """The version that a saved tensor is compared with grows; of tensors made in inference mode, which have none, nothing is asked."""
+    """The version that a saved tensor is compared with grows; of tensors made in inference mode, which have none,
+    nothing is asked."""
     call = family.call(device)
     positional, named = call.arguments
     before = {name: tensor._version for name, tensor in call.results.items()}

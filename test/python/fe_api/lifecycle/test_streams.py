@@ -20,7 +20,8 @@ def load_code(family, device):
 
 @each_family
 def test_operands_freed_at_once_are_still_read(family, device):
-    """Operands that the kernel reads where they lie: the call records them on the stream. Copies of others: fe_api/test_explicit_stream.py."""
+    """Operands that the kernel reads where they lie: the call records them on the stream. Copies of others:
+    fe_api/test_explicit_stream.py."""
     x = family.draw(device, 0)
 
     def draw():

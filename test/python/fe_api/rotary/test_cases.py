@@ -57,7 +57,8 @@ def test_strides_of_size_1_dims_say_nothing(stride, tokens, device):
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_slices_of_wider_buffers_with_other_strides(index, interleaved, device):
-    """The report's shapes: q (8, 64, 64) strides (16384, 256, 1), k (8, 1, 64) strides (2624, 64, 1), fp32 cache (203008, 64)."""
+    """The report's shapes: q (8, 64, 64) strides (16384, 256, 1), k (8, 1, 64) strides (2624, 64, 1), fp32 cache
+    (203008, 64)."""
     generator = torch.Generator(device=device).manual_seed(0)
     q_buffer = torch.randn(8, 64, 256, generator=generator, device=device).bfloat16()
     k_buffer = torch.randn(8, 2624, generator=generator, device=device).bfloat16()
@@ -177,7 +178,8 @@ def test_warm_capture_with_positions_changed_in_place(device):
 
 
 def variants(device):
-    """Same shape, other things that a launch cache may forget: pairing, direction, width, dtype, index, kind of table."""
+    """Same shape, other things that a launch cache may forget: pairing, direction, width, dtype, index, kind of
+    table."""
     layout = rotary.TWO_PACKED
     for config in (*rotary.MAIN_CONFIGS, rotary.HALVES_FP32):
         yield rotary.draw(config, layout, device), {}

@@ -1,4 +1,5 @@
-"""CUDA graphs of a rotation in place. Replays with new data, and streams, are tested with all families: fe_api/lifecycle."""
+"""CUDA graphs of a rotation in place. Replays with new data, and streams, are tested with all families:
+fe_api/lifecycle."""
 
 import torch
 

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +26,10 @@ from typing import Any, Literal
 
 from cuteforge.errors import ContractError
 from cuteforge.runtime import cutlass_compat, env, scratch, streams
-from cuteforge.runtime.disk_cache import LayeredCache, open_disk_cache, read_source_digest, sha256, source_digest
+from cuteforge.runtime.build import Build
+from cuteforge.runtime.disk_cache import LayeredCache, open_disk_cache, sha256
 from cuteforge.runtime.garbage import only_new_garbage
+from cuteforge.runtime.sources import PACKAGE, kernel_sources, read_kernel_sources
 
 logger = logging.getLogger("cuteforge.runtime")
 
@@ -63,23 +65,6 @@ class KernelKey:
         if " at 0x" in traits:
             raise ContractError(f"traits: wanted a repr made of values only, got one with an address: {traits}")
         return self.builder, traits, self.arch
-
-
-@dataclass(frozen=True)
-class Build:
-    """What a builder returns.
-
-    Attributes:
-        host: the `@cute.jit` host function.
-        args: example arguments: fake tensors, scalars, the stream.
-        name: a C identifier, the entry's symbol.
-        options: extra compiler options.
-    """
-
-    host: Callable
-    args: Sequence[Any]
-    name: str
-    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -251,14 +236,9 @@ def _facts(identity: Identity) -> dict[str, Any]:
         "builder": builder,
         "traits": traits,
         "arch": arch,
-        "sources": {package: source_digest(package) for package in _packages(builder)},
+        "sources": dict(kernel_sources(builder)),
         "toolchain": cutlass_compat.toolchain_fingerprint(),
     }
-
-
-def _packages(builder: str) -> set[str]:
-    """Top-level packages whose sources a build reads."""
-    return {"cuteforge", builder.partition(":")[0].partition(".")[0]}
 
 
 def is_stale(key: Mapping[str, Any]) -> bool:
@@ -269,15 +249,16 @@ def is_stale(key: Mapping[str, Any]) -> bool:
     Raises:
         UnsupportedError: there is no toolchain here.
     """
+    builder, sources = key.get("builder"), key.get("sources")
     if key.get("toolchain") != cutlass_compat.toolchain_fingerprint():
         return True
-    sources = key.get("sources")
-    return not isinstance(sources, dict) or any(_differs(package, digest) for package, digest in sources.items())
-
-
-def _differs(package: str, digest: str) -> bool:
+    if not isinstance(builder, str) or not isinstance(sources, dict):
+        return True
     try:
-        return source_digest(package) != digest
+        return any(sources.get(package) != digest for package, digest in kernel_sources(builder).items())
+    except ModuleNotFoundError:
+        # A kernel of this package that is gone was renamed or removed. Another package may be installed elsewhere.
+        return builder.startswith(f"{PACKAGE}.")
     except (ImportError, ValueError):
         return False
 
@@ -358,7 +339,7 @@ def _compile_object(key: KernelKey) -> tuple[str, bytes]:
     module, _, function = key.builder.partition(":")
     with _cache.compile_lock, only_new_garbage():
         cutlass_compat.require_compiler()
-        build = getattr(importlib.import_module(module), function)(key.traits)
+        build: Build = getattr(importlib.import_module(module), function)(key.traits)
         symbol = build.name
         if not (isinstance(symbol, str) and symbol.isidentifier()):
             raise ContractError(f"name: wanted a C identifier, got {symbol!r} from {key.builder}")
@@ -373,7 +354,7 @@ def _compile_object(key: KernelKey) -> tuple[str, bytes]:
 def _sources_unchanged(facts: dict[str, Any]) -> bool:
     """Whether the files compiled are still those of the key: code edited meanwhile must not be stored under it."""
     try:
-        unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+        unchanged = read_kernel_sources(facts["builder"]) == facts["sources"]
     except (OSError, ImportError):  # uninstalled meanwhile
         unchanged = False
     if not unchanged:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -47,31 +46,6 @@ def personal_root() -> Path:
     """This user's own: `cuteforge` in $XDG_CACHE_HOME, else ~/.cache/cuteforge."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "cuteforge"
-
-
-def source_digest(package: str = "cuteforge") -> str:
-    """sha256 of all .py files of a top-level package or module (relative path and bytes), computed once a process."""
-    return _cached_source_digest(package)
-
-
-def read_source_digest(package: str) -> str:
-    """`source_digest` of the files as they are now."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    roots = [Path(path) for path in spec.submodule_search_locations or ()]
-    named = [(path.relative_to(root).as_posix(), path) for root in roots for path in root.rglob("*.py")]
-    if not roots and spec.origin:
-        named = [(Path(spec.origin).name, Path(spec.origin))]
-    digest = hashlib.sha256()
-    for name, path in sorted(named):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-_cached_source_digest = functools.cache(read_source_digest)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def preset_configurations(
 
 def split_builder(builder: str) -> tuple[str, str]:
     """Family and kernel: "cuteforge.families.csa.compressor.forward:build" is csa, compressor.forward."""
-    family, _, kernel = builder.partition(":")[0].removeprefix("cuteforge.").partition(".")
+    family, _, kernel = builder.partition(":")[0].removeprefix("cuteforge.families.").partition(".")
     return family, kernel
 
 

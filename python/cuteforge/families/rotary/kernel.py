@@ -15,7 +15,7 @@ from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.families.rotary.config import MAX_ACCESS_BYTES, Traits
 from cuteforge.families.rotary.fake_operands import FakeOperands
 from cuteforge.op.signature import ITEMSIZE
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from cuteforge.families.csa.compressor.fake_operands import forward_operands
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
 from cuteforge.families.csa.compressor.row_lanes import RowLane, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 @named_kernel("csa_compressor_forward")

@@ -5,6 +5,7 @@ sines of a few adjacent pairs in registers and rotates them in one or more heads
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from cuteforge.op.signature import ITEMSIZE
 
@@ -106,3 +107,14 @@ class Traits:
     def ctas_per_sm(self) -> int:
         """CTAs whose registers an SM holds."""
         return max(self.tile.threads_per_sm // self.num_threads, 1)
+
+    def groups_of(self, heads: Any) -> Any:
+        """Groups of so many heads, each of which a thread rotates. Of an int or a run-time number, as `grid`."""
+        return (heads + (self.heads_per_thread - 1)) // self.heads_per_thread
+
+    def grid(self, num_tokens: Any, heads: Any, key_heads: Any | None) -> tuple[Any, Any]:
+        """(CTAs, groups of a token); `key_heads` is None without keys."""
+        slots, groups = self.slots_per_cta, self.groups_of(heads)
+        if key_heads is not None:
+            groups += self.groups_of(key_heads)
+        return num_tokens // slots * groups + (num_tokens % slots * groups + (slots - 1)) // slots, groups

@@ -60,6 +60,11 @@ def token_offset(index, stride):
     return offset
 
 
+def heads_of(mX):
+    """Heads of a tensor of tokens."""
+    return mX.shape[len(mX.shape) - 2]
+
+
 @named_kernel("rotary")
 class Rotary:
     """The kernel for one `Traits`; `launch` takes the tensors that it has."""
@@ -98,16 +103,7 @@ class Rotary:
 
     def _grid(self, mX, mK, num_tokens):
         """(CTAs, groups of a token)."""
-        slots = self.traits.slots_per_cta
-        groups = self._head_groups(mX)
-        if self.traits.has_keys:
-            groups += self._head_groups(mK)
-        return num_tokens // slots * groups + (num_tokens % slots * groups + (slots - 1)) // slots, groups
-
-    def _head_groups(self, mX):
-        """Groups of heads that one thread rotates."""
-        heads = self.traits.heads_per_thread
-        return (mX.shape[len(mX.shape) - 2] + (heads - 1)) // heads
+        return self.traits.grid(num_tokens, heads_of(mX), heads_of(mK) if self.traits.has_keys else None)
 
     @cute.kernel
     def kernel(
@@ -138,9 +134,9 @@ class Rotary:
             index = divmod(token, length) if cutlass.const_expr(traits.rank == 4) else (token,)
             source, target = Heads.of(mX), Heads.of(mOut)
             if cutlass.const_expr(traits.has_keys):
-                is_key = group >= self._head_groups(mX)
+                is_key = group >= self.traits.groups_of(heads_of(mX))
                 source, target = source.unless(is_key, Heads.of(mK)), target.unless(is_key, Heads.of(mKOut))
-                group -= select(is_key, self._head_groups(mX), Int32(0))
+                group -= select(is_key, self.traits.groups_of(heads_of(mX)), Int32(0))
             angles = Angles(traits, mCos, mSin, mPositions, index)
             first_head = group * traits.heads_per_thread
             if unit < traits.rotary_units:

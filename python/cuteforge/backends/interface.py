@@ -14,6 +14,8 @@ from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 from cuteforge.op.torch_library import check_layout
 
 if TYPE_CHECKING:
+    from cuteforge.runtime.arch import Arch
+    from cuteforge.runtime.kernel_facts import KernelFacts
     from cuteforge.serving.kv_cache import Batch, KVCache
 
 DECODE, PREFILL = "decode", "prefill"
@@ -30,6 +32,7 @@ class Request(NamedTuple):
         is_cached: over a KVCache.
         derivative: as `selection.derivative_of`.
         options: those of `OPTIONS` that the call has.
+        target: the architecture that `explain` asks for; the GPU of `device` need not be here then.
     """
 
     device: torch.device
@@ -44,6 +47,21 @@ class Request(NamedTuple):
     is_causal: bool
     derivative: str | None
     options: tuple[str, ...] = ()
+    target: Arch | None = None
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a call of `attention`, checked."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv_cache: KVCache | None
+    layer_id: int
+    attn_mask: torch.Tensor | None
+    is_causal: bool
+    fwd: str
+    options: dict[str, Any]
 
 
 class AttentionBackend(ABC):
@@ -84,6 +102,10 @@ class AttentionBackend(ABC):
     ) -> Any:  # fmt: skip
         """How calls like this one, which has been served, may be served without asking anybody: a `recall.Call` of q, k, v and the mask, or
         None."""
+        return None
+
+    def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:
+        """What the backend runs for a call that it serves, on a GPU of `arch`; None where it does not say."""
         return None
 
     def forward(

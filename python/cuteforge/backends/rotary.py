@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from cuteforge.arguments import flag
 from cuteforge.backends import registry
 from cuteforge.backends.interface import require_tensor
-from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.backends.kernels import Spec, arch_of, kernel_refusals, spec_like, target_of
 from cuteforge.backends.selection import (
     Candidate,
     Decision,
@@ -22,10 +22,13 @@ from cuteforge.backends.selection import (
 )
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
+from cuteforge.families.rotary import explain as family
 from cuteforge.families.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
 from cuteforge.op import recall
 from cuteforge.op.torch_library import is_traced, without_autocast
 from cuteforge.runtime import env
+from cuteforge.runtime.arch import Arch
+from cuteforge.runtime.kernel_facts import KernelFacts
 
 # By the number of tensors.
 _NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
@@ -39,6 +42,7 @@ class Request(NamedTuple):
         half: ``rotary_dim / 2``.
         index_dtype: of positions; None with `freqs_cis`.
         derivative: as `selection.derivative_of`, by x; ``"table"`` where the table requires grad.
+        target: the architecture that `explain` asks for.
     """
 
     device: torch.device
@@ -47,6 +51,7 @@ class Request(NamedTuple):
     half: int
     index_dtype: torch.dtype | None
     derivative: str | None
+    target: Arch | None = None
 
 
 def apply_rotary_emb(
@@ -93,12 +98,29 @@ def apply_rotary_emb(
 
 
 def explain_rotary_emb(
-    x, freqs_cis=None, *, cos=None, sin=None, positions=None, interleaved=True, inverse=False, backend=None
+    x, freqs_cis=None, *, cos=None, sin=None, positions=None, interleaved=True, inverse=False, backend=None, arch=None
 ) -> Decision:
     """What `apply_rotary_emb` would do with these arguments; see `explain.explain`."""
-    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        flag(name, value, or_number=True)
-    return _policy.decide(_facts(x, _angles(x, freqs_cis, cos, sin, positions)), backend)
+    target = target_of(arch)
+    interleaved = flag("interleaved", interleaved, or_number=True)
+    flag("inverse", inverse, or_number=True)
+    angles = _angles(x, freqs_cis, cos, sin, positions)
+    request = _facts(x, angles)
+    if target is not None:
+        request = request._replace(device=torch.device("cuda"), target=target)
+
+    def describe(chosen: Candidate) -> KernelFacts | None:
+        gpu = arch_of(x.device, target)
+        return family.describe(_op_of(x, angles, interleaved), gpu) if gpu and chosen.name == "cuda" else None
+
+    return _policy.decide(request, backend, describe)
+
+
+def _op_of(x: torch.Tensor, angles: Angles, interleaved: bool) -> RotaryEmbedding:
+    """The op that a call launches, on specs of its tensors."""
+    spec, specs = spec_like(x), tuple(map(spec_like, angles))
+    table, positions = (specs[0], None) if len(specs) == 1 else (specs[:2], specs[2])
+    return RotaryEmbedding(spec, table, spec, positions, interleaved=interleaved)
 
 
 def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
@@ -125,7 +147,7 @@ def _facts(x: torch.Tensor, angles: Angles) -> Request:
 
 
 def _refuse_kernel(request: Request) -> str | None:
-    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec)))
+    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec), request.target))
     if request.derivative == "table":
         refusals.append("the kernel has no gradient for the table, which requires grad")
     if request.derivative == "transform":

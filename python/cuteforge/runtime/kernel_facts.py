@@ -34,11 +34,11 @@ class LaunchPlan:
     kernels: int = 1
 
     def __str__(self) -> str:
-        parts = [f"{self.ctas} CTAs of {self.threads} threads"]
+        parts = [f"{counted(self.ctas, 'CTA')} of {self.threads} threads"]
         if self.cluster > 1:
             parts.append(f"clusters of {self.cluster}")
         if self.splits is not None:
-            parts.append(f"{self.splits} splits")
+            parts.append(counted(self.splits, "split"))
         if self.kernels > 1:
             parts.append(f"{self.kernels} kernels")
         return ", ".join(parts)
@@ -74,6 +74,11 @@ class KernelFacts:
             f"plan    {self.plan or 'not known'}",
         ]
         return "\n".join(lines + [f"{'why' if i == 0 else '':<8}{reason}" for i, reason in enumerate(self.reasons)])
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 CTA", "2 CTAs"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def kernel_name(key: KernelKey) -> str:

@@ -82,6 +82,7 @@ def test_a_gpu_without_clusters_gets_none():
     assert facts.arch == "sm_80"
     assert (facts.plan.cluster, facts.plan.kernels) == (1, 2)
     assert f"{A100.num_sms} SMs" in facts.reasons[-1]
+    assert "4 query rows a KV head" in facts.reasons[1]
 
 
 def test_prefill_of_sm_90a_goes_in_rounds_and_says_how_high_its_row_tiles_are():

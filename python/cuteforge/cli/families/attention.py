@@ -11,6 +11,7 @@ import torch
 from cuteforge import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill, TensorSpec
 from cuteforge.cli.families import Case, Presets
 from cuteforge.families.attention import reference
+from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZE = 16
@@ -217,6 +218,21 @@ def _paged_prefill(
     q, pool = s.heads(tokens, group), s.heads(1, PAGE_SIZE, 1)
     tensors = {"seqlens_k": s.ints(1), "lse": s.lse(lse, group, tokens)}
     return PagedGQAPrefill(q, pool, pool, s.ints(1, 1), s.ints(2), q, **tensors, causal=causal)
+
+
+def paged_sample(
+    *, requests: int, tokens: int, keys: int, heads: int, kv_heads: int, head_dim: int, page_size: int, causal: bool,
+    dtype: str,
+) -> PagedGQADecode | PagedGQAPrefill:  # fmt: skip
+    """An op over pages on samples of these sizes: decode up to 16 tokens a request, else prefill."""
+    s, columns = _Samples(head_dim, dtype, "cuda"), -(-keys // page_size)
+    pool = s.heads(max(requests * columns, 1), page_size, kv_heads)
+    table, lengths = s.ints(requests, columns), s.ints(requests)
+    if tokens <= MAX_DECODE_TOKENS:
+        q = s.heads(requests, heads) if tokens == 1 else s.heads(requests, tokens, heads)
+        return PagedGQADecode(q, pool, pool, table, q, seqlens_k=lengths, causal=causal)
+    q = s.heads(requests * tokens, heads)
+    return PagedGQAPrefill(q, pool, pool, table, s.ints(requests + 1), q, seqlens_k=lengths, causal=causal)
 
 
 def _merge(*, head_dim: int, dtype: str, device: str = "cuda", packed: bool = False) -> MergeState:

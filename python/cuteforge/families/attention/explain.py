@@ -13,7 +13,7 @@ from cuteforge.families.attention.work.host_call import EXTENTS, HostPlan
 from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, max_ctas
 from cuteforge.runtime.arch import WARP, Arch
 from cuteforge.runtime.compile_cache import KernelKey
-from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, host_numbers, kernel_name
+from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, counted, host_numbers, kernel_name
 
 _HOST_PLAN = "cuteforge.families.attention.work.host_plan:build"
 
@@ -91,15 +91,15 @@ def _why_tile(traits: WorkTraits, shapes: Mapping[str, tuple], arch: Arch) -> It
     elif traits.reads_keys_once:
         tokens = shapes["q"][1] if len(shapes["q"]) == 4 else 1
         rows = shapes["q"][-2] // max(shapes["k"][-2], 1) * tokens
-        yield f"{rows} query rows a KV head: {-(-rows // ROW_BLOCK)} blocks of {ROW_BLOCK}, of which a CTA has {tile.tile_m}"
+        yield f"{counted(rows, 'query row')} a KV head: row tiles of {tile.tile_m}"
     else:
-        yield f"head dims up to {widest}: {tile.m_blocks} blocks of {ROW_BLOCK} query rows a warp"
+        yield f"head dims up to {widest}: {counted(tile.m_blocks, 'block')} of {ROW_BLOCK} query rows a warp"
     used = f"{traits.smem_bytes} of {arch.smem_bytes_per_cta} bytes of shared memory a CTA"
-    yield f"{used}, {tile.ctas_per_sm} CTAs an SM"
+    yield f"{used}, {counted(tile.ctas_per_sm, 'CTA')} an SM"
 
 
 def _why_plan(traits: WorkTraits, host: HostPlan, plan: LaunchPlan, arch: Arch, num_splits: int | None) -> str:
-    tiles = f"{host.work_tiles} work tiles"
+    tiles = counted(host.work_tiles, "work tile")
     if host.work_tiles == 0:
         return "there is nothing to do: nothing is launched"
     if isinstance(traits, WarpgroupTraits):
@@ -107,9 +107,9 @@ def _why_plan(traits: WorkTraits, host: HostPlan, plan: LaunchPlan, arch: Arch, 
     if not traits.splits:
         return f"{tiles}, a CTA for each"
     if num_splits is not None:
-        return f"{tiles}, each cut into {host.pieces} pieces: num_splits is {num_splits}"
+        return f"{tiles}, each cut into {counted(host.pieces, 'piece')}: num_splits is {num_splits}"
     if plan.cluster > 1:
-        return f"{tiles} are few for {arch.num_sms} SMs: a cluster for each joins its parts through shared memory"
+        return f"{tiles} would leave SMs idle, of which there are {arch.num_sms}: a cluster for each joins its parts through shared memory"
     if host.pieces == 1:
         return f"{tiles}, a CTA for each: nothing to join costs less than equal shares"
     return f"{tiles} would not fill {arch.num_sms} SMs evenly: all keys are cut into equal shares"

@@ -6,7 +6,7 @@ from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSAComp
 from cuteforge.families.csa.compressor.config import MAX_EAGER_RATIO, WARP, Traits, max_ctas
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
-from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, host_numbers, kernel_name
+from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, counted, host_numbers, kernel_name
 
 _HOST_PLAN = "cuteforge.families.csa.compressor.host_plan:build"
 
@@ -28,8 +28,9 @@ def describe(op: CSACompressorForward | CSACompressorBackward, arch: Arch) -> Ke
     else:
         groups, run_log2 = found
         plan = LaunchPlan(groups * traits.num_chunks, WARP * traits.tile.num_warps)
-        chunks = f"{traits.num_chunks} chunks of {traits.chunk_cols} columns"
-        reasons.append(f"{rows} rows for {groups} CTAs in each of {chunks}, {1 << run_log2} rows at a time")
+        chunks = f"{counted(traits.num_chunks, 'chunk')} of {traits.chunk_cols} columns"
+        each = f"{counted(groups, 'CTA')} in each of {chunks}"
+        reasons.append(f"{counted(rows, 'row')} for {each}, {counted(1 << run_log2, 'row')} at a time")
     return KernelFacts(kernel_name(key), arch.name, arch.num_sms, traits.tile, traits.smem_bytes, plan, tuple(reasons))
 
 

@@ -14,7 +14,7 @@ from helpers.kernel_keys import kernel_keys
 
 PACKAGE = Path(cuteforge.__file__).parent
 BUILDERS = {name: key.builder for name, key in kernel_keys().items()}
-# Reading 44 files takes 5 ms; a parser takes 100 ms and more. The fastest of five, with room for a busy machine.
+# It takes 10 ms, with a parser 100. The fastest of five, in time of the processor.
 BUDGET_S = 0.05
 
 

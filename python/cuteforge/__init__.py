@@ -18,7 +18,7 @@ _MODULE_OF = {
     "ContractError": "cuteforge.errors",
     "UnsupportedError": "cuteforge.errors",
     "TensorSpec": "cuteforge.op.signature",
-    "TupleDict": "cuteforge.op.base",
+    "TupleDict": "cuteforge.op.tuple_dict",
     "GQADecode": "cuteforge.families.attention",
     "GQAPrefill": "cuteforge.families.attention",
     "MergeState": "cuteforge.families.attention",
@@ -101,8 +101,8 @@ if TYPE_CHECKING:
     from cuteforge.families.rotary import rotary_qk_wrapper as rotary_qk_wrapper
     from cuteforge.families.rotary import rotary_table as rotary_table
     from cuteforge.families.rotary import rotary_wrapper as rotary_wrapper
-    from cuteforge.op.base import TupleDict as TupleDict
     from cuteforge.op.signature import TensorSpec as TensorSpec
+    from cuteforge.op.tuple_dict import TupleDict as TupleDict
     from cuteforge.serving.decode_graph import DecodeGraph as DecodeGraph
     from cuteforge.serving.kv_cache import CacheFull as CacheFull
     from cuteforge.serving.kv_cache import KVCache as KVCache

@@ -79,7 +79,7 @@ def attention(
     if kv_cache is None and not options and not is_traced(q):
         asked = is_causal, fwd, scale, backend, registry.context_backend(), env.backend()
         tensors, known_as = (q, k, v, attn_mask), ("attention", asked)
-        results = recall.serve(known_as, tensors)
+        results = recall.recall(known_as, tensors)
         if results is not None:
             return results[0]
     is_causal, scale, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
@@ -90,7 +90,7 @@ def attention(
         chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
     result = chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, **options)
     if known_as is not None:
-        recall.keep(known_as, tensors, chosen.known_call, q, k, v, attn_mask, is_causal, fwd, scale)
+        recall.remember(known_as, tensors, chosen.replay, q, k, v, attn_mask, is_causal, fwd, scale)
     return result
 
 

@@ -29,8 +29,9 @@ from cuteforge.families.csa.compressor import (
     reference,
 )
 from cuteforge.families.csa.compressor import explain as family
-from cuteforge.families.csa.compressor.wrapper import check_sizes, known_forward, new_gradients, readable
+from cuteforge.families.csa.compressor.road import FORWARD_ROAD, checked_options, new_gradients
 from cuteforge.op import recall
+from cuteforge.op.readable import readable
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import is_traced, register_op, require_one_device, without_autocast
 from cuteforge.runtime import env
@@ -89,7 +90,7 @@ def compress(
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if type(total_comp) is int and total_comp >= 0 and not is_dynamo_compiling():
         known_as = "compress", ratio, coff, type(ratio), type(coff), backend, env.backend()
-        results = recall.serve(known_as, inputs, total_comp)
+        results = recall.recall(known_as, inputs, total_comp)
         if results is not None:
             return results[0]
     ratio, coff, total_comp = _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp)
@@ -99,8 +100,8 @@ def compress(
         cu_seqlens_comp = reference.build_cu_seqlens_comp(cu_seqlens, ratio)
     result = chosen.run(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp)
     # offsets that are built are new at each call
-    if chosen.name == "cuda" and inputs[-1] is not None and not is_traced(kv):
-        recall.keep(known_as, inputs, known_forward, inputs, ratio, coff)
+    if chosen.name == "cuda" and inputs[-1] is not None and known_as is not None and not is_traced(kv):
+        recall.remember(known_as, inputs, FORWARD_ROAD.find, inputs, (ratio, None, coff))
     return result
 
 
@@ -144,7 +145,7 @@ def _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_com
             require_tensor(name, x)
     require_one_device(tensors)
     ratio, coff = integer("ratio", ratio, 1), integer("coff", coff, 1)
-    check_sizes(kv, None, ratio, coff)
+    checked_options(kv, ratio, None, coff)
     if total_comp is not None:
         total_comp = integer("total_comp", total_comp, 0)
     elif kv.is_meta:
@@ -222,12 +223,12 @@ def _forward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio
 
 def _backward(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int) -> tuple:
     inputs = tuple(map(readable, (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)))
-    _check_contract(CSACompressorBackward, (*inputs, *new_gradients(kv, ratio)), ratio, coff)
+    _check_contract(CSACompressorBackward, (*inputs, *new_gradients(kv, ratio).values()), ratio, coff)
     return tuple(reference.compress_backward(*inputs, ratio, coff))
 
 
 def _backward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int) -> tuple:
-    return new_gradients(kv, ratio)
+    return tuple(new_gradients(kv, ratio).values())
 
 
 def _check_contract(op_class: type, tensors: tuple, ratio: int, coff: int) -> None:

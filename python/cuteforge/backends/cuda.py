@@ -30,7 +30,7 @@ from cuteforge.families.attention import (
     paged_gqa_prefill_wrapper,
 )
 from cuteforge.families.attention.explain import describe
-from cuteforge.families.attention.wrapper import known_dense_call
+from cuteforge.families.attention.road import ROADS
 from cuteforge.op.base import APIBase
 from cuteforge.op.signature import TensorSpec
 from cuteforge.runtime.arch import Arch
@@ -82,12 +82,17 @@ class CudaBackend(AttentionBackend):
         mark_stored(kv_cache, layer_id)
         return out if q.dim() == 3 else out.unsqueeze(1)
 
-    def known_call(self, q, k, v, attn_mask, is_causal, fwd, scale):
+    def replay(self, q, k, v, attn_mask, is_causal, fwd, scale):
         is_decode = fwd == DECODE
+        road = ROADS[GQADecode if is_decode else GQAPrefill]
         causal = is_causal and q.shape[1] > 1 if is_decode else is_causal
-        call = known_dense_call(GQADecode if is_decode else GQAPrefill, q, k, v, attn_mask, causal, scale)
-        # the number of query tokens decides between the two
-        return None if call is None else call.of(("q", "k", "v", None if attn_mask is None else "mask"), q=None)
+        given = {"q": q, "k": k, "v": v, "mask": attn_mask}
+        tensors = tuple(map(given.get, (*road.inputs, *road.outputs)))
+        found = road.find(tensors, (causal, None, None, None, scale, False))
+        # the number of query tokens decides between decode and prefill
+        return (
+            None if found is None else found.reordered(("q", "k", "v", None if attn_mask is None else "mask"), q=None)
+        )
 
     def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
         options = _as_wrappers_take(options) | {"mask": attn_mask, "causal": is_causal, "softmax_scale": scale}

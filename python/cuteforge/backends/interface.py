@@ -97,11 +97,11 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:  # fmt: skip
         """As `fwd_decode`, of many query tokens."""
 
-    def known_call(
+    def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
-        """How calls like this one, which has been served, may be served without asking anybody: a `recall.Call` of q, k, v and the mask, or
-        None."""
+        """How calls like this one, which has been served, may be served without asking anybody: an `op.replay.Replay` of
+        q, k, v and the mask, or None."""
         return None
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:

@@ -23,15 +23,12 @@ from cuteforge.backends.selection import (
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
 from cuteforge.families.rotary import explain as family
-from cuteforge.families.rotary.wrapper import Angles, angles_of, check_heads, known_rotation
+from cuteforge.families.rotary.road import ONE, Tables, check_heads, op_of, table_of
 from cuteforge.op import recall
 from cuteforge.op.torch_library import is_traced, without_autocast
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.kernel_facts import KernelFacts
-
-# By the number of tensors.
-_NAMES = {1: ("freqs_cis",), 3: ("cos", "sin", "positions")}
 
 
 class Request(NamedTuple):
@@ -79,21 +76,22 @@ def apply_rotary_emb(
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
     """
-    table, known_as = (freqs_cis, cos, sin, positions), None
-    tensors = (x, None, *table)
+    given, known_as = (freqs_cis, cos, sin, positions), None
+    tensors = (x, *given, None)
     if not is_dynamo_compiling():
         known_as = "apply_rotary_emb", interleaved, inverse, backend, env.backend()
-        results = recall.serve(known_as, tensors)
+        results = recall.recall(known_as, tensors)
         if results is not None:
             return results[0]
-    angles = _angles(x, *table)
+    table = _table(x, *given)
     interleaved, inverse = flag("interleaved", interleaved, or_number=True), flag("inverse", inverse, or_number=True)
-    request = _facts(x, angles)
+    request = _facts(x, table)
     chosen = _choose_traced(request, backend) if is_dynamo_compiling() else _policy.choose(request, backend)
-    result = chosen.run(x, angles, interleaved, inverse)
-    # angles of another form are new tensors at each call
-    if chosen.name == "cuda" and all(any(a is given for given in table) for a in angles) and not is_traced(x):
-        recall.keep(known_as, tensors, known_rotation, tensors, interleaved, inverse)
+    result = chosen.run(x, table, interleaved, inverse)
+    # a table of another form is a new tensor at each call
+    if known_as is not None and chosen.name == "cuda" and not is_traced(x):
+        if all(any(tensor is one for one in given) for tensor in table.values()):
+            recall.remember(known_as, tensors, ONE.find, tensors, (interleaved, inverse))
     return result
 
 
@@ -104,45 +102,42 @@ def explain_rotary_emb(
     target = target_of(arch)
     interleaved = flag("interleaved", interleaved, or_number=True)
     flag("inverse", inverse, or_number=True)
-    angles = _angles(x, freqs_cis, cos, sin, positions)
-    request = _facts(x, angles)
+    table = _table(x, freqs_cis, cos, sin, positions)
+    request = _facts(x, table)
     if target is not None:
         request = request._replace(device=torch.device("cuda"), target=target)
 
     def describe(chosen: Candidate) -> KernelFacts | None:
         gpu = arch_of(x.device, target)
-        return family.describe(_op_of(x, angles, interleaved), gpu) if gpu and chosen.name == "cuda" else None
+        if gpu is None or chosen.name != "cuda":
+            return None
+        inputs = {name: spec_like(tensor) for name, tensor in {"x": x, **table}.items()}
+        return family.describe(op_of(inputs, {"out": inputs["x"]}, interleaved), gpu)
 
     return _policy.decide(request, backend, describe)
 
 
-def _op_of(x: torch.Tensor, angles: Angles, interleaved: bool) -> RotaryEmbedding:
-    """The op that a call launches, on specs of its tensors."""
-    spec, specs = spec_like(x), tuple(map(spec_like, angles))
-    table, positions = (specs[0], None) if len(specs) == 1 else (specs[:2], specs[2])
-    return RotaryEmbedding(spec, table, spec, positions, interleaved=interleaved)
-
-
-def _angles(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Angles:
-    """(freqs_cis,) or (cos, sin, positions), real and with the dims of x."""
+def _table(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Tables:
+    """freqs_cis, or cos, sin and positions, real and with the dims of x."""
     for name, tensor in (("x", x), ("freqs_cis", freqs_cis), ("cos", cos), ("sin", sin), ("positions", positions)):
         if tensor is not None or name == "x":
             require_tensor(name, tensor)
     check_heads(x, "x")
     if isinstance(freqs_cis, torch.Tensor) and freqs_cis.is_complex():
         freqs_cis = torch.view_as_real(freqs_cis.resolve_conj())
-    angles = angles_of(freqs_cis, cos, sin, positions)
-    if len(angles) == 1 and x.dim() == 4 and freqs_cis.dim() == 3:
-        return (freqs_cis.expand(x.shape[0], *freqs_cis.shape),)
-    return angles
+    table = table_of(freqs_cis, cos, sin, positions)
+    if freqs_cis is not None and x.dim() == 4 and freqs_cis.dim() == 3:
+        return {"freqs_cis": freqs_cis.expand(x.shape[0], *freqs_cis.shape)}
+    return table
 
 
-def _facts(x: torch.Tensor, angles: Angles) -> Request:
-    if not angles[0].dim():
-        raise ContractError("cos: wanted shape (max_pos, rotary_dim/2), got ()")
-    half, index_dtype = (angles[0].shape[-2], None) if len(angles) == 1 else (angles[0].shape[-1], angles[2].dtype)
-    table = angles if len(angles) == 1 else angles[:2]
-    derivative = "table" if derivative_of(*table) == "graph" else derivative_of(x)
+def _facts(x: torch.Tensor, table: Tables) -> Request:
+    angles = [tensor for name, tensor in table.items() if name != "positions"]
+    derivative = "table" if derivative_of(*angles) == "graph" else derivative_of(x)
+    if "freqs_cis" in table:
+        half, index_dtype = table["freqs_cis"].shape[-2], None
+    else:
+        half, index_dtype = table["cos"].shape[-1], table["positions"].dtype
     return Request(x.device, x.dtype, x.shape[-1], half, index_dtype, derivative)
 
 
@@ -164,26 +159,30 @@ def _sample_op(request: Request, spec: Spec) -> RotaryEmbedding:
     return RotaryEmbedding(x, (table, table), x, spec(1, dtype=request.index_dtype))
 
 
-def _run_kernel(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: bool) -> torch.Tensor:
-    named = dict(zip(_NAMES[len(angles)], angles))
-    return rotary_wrapper(x, **named, interleaved=interleaved, inverse=inverse)["out"]
+def _run_kernel(x: torch.Tensor, table: Tables, interleaved: bool, inverse: bool) -> torch.Tensor:
+    return rotary_wrapper(x, **table, interleaved=interleaved, inverse=inverse)["out"]
 
 
 @without_autocast
-def _run_eager(x: torch.Tensor, angles: Angles, interleaved: bool, inverse: bool) -> torch.Tensor:
-    _check_angles(x, angles)
-    table, positions = (angles[0], None) if len(angles) == 1 else (angles[:2], angles[2])
+def _run_eager(x: torch.Tensor, table: Tables, interleaved: bool, inverse: bool) -> torch.Tensor:
+    _check_table(x, table)
+    angles = table["freqs_cis"] if "freqs_cis" in table else (table["cos"], table["sin"])
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return reference.rotate(x, table, positions, interleaved=interleaved, inverse=inverse, compute_dtype=dtype)
+    options = {"interleaved": interleaved, "inverse": inverse, "compute_dtype": dtype}
+    return reference.rotate(x, angles, table.get("positions"), **options)
 
 
-def _check_angles(x: torch.Tensor, angles: Angles) -> None:
+def _check_table(x: torch.Tensor, table: Tables) -> None:
     """Refuse by name what torch would broadcast, or refuse by no name."""
-    tokens, names = tuple(x.shape[:-2]), _NAMES[len(angles)]
-    first = angles[0]
-    half = first.shape[-2] if len(angles) == 1 else first.shape[-1]
-    shapes = ((*tokens, half, 2),) if len(angles) == 1 else ((first.shape[0], half), (first.shape[0], half), tokens)
-    for name, tensor, shape in zip(names, angles, shapes):
+    tokens = tuple(x.shape[:-2])
+    if "freqs_cis" in table:
+        half = table["freqs_cis"].shape[-2]
+        shapes = {"freqs_cis": (*tokens, half, 2)}
+    else:
+        max_pos, half = table["cos"].shape
+        shapes = {"cos": (max_pos, half), "sin": (max_pos, half), "positions": tokens}
+    for name, shape in shapes.items():
+        tensor = table[name]
         if tuple(tensor.shape) != shape:
             raise ContractError(f"{name}: wanted shape {shape}, got {tuple(tensor.shape)}")
         if tensor.device != x.device:
@@ -194,7 +193,7 @@ def _check_angles(x: torch.Tensor, angles: Angles) -> None:
     if not x.is_floating_point():
         raise ContractError(f"x: wanted a floating dtype, got {x.dtype}")
     if 2 * half > x.shape[-1]:
-        raise ContractError(f"{names[0]}: wanted rotary_dim of at most D = {x.shape[-1]}, got {2 * half}")
+        raise ContractError(f"{next(iter(table))}: wanted rotary_dim of at most D = {x.shape[-1]}, got {2 * half}")
 
 
 def _choose_traced(request: Request, backend: Any) -> Candidate:

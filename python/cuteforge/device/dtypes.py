@@ -7,6 +7,7 @@ DTYPES = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "uint8": cutlass.Uint8,
+    "bool": cutlass.Uint8,  # compiled entries have no type for bools
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }

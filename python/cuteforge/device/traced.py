@@ -15,6 +15,14 @@ class TraceConstant:
         return self
 
 
+class Operands(TraceConstant):
+    """The tensors of a kernel as attributes: mQ, mPageTable and so on; None for those that the op does not have."""
+
+    def __init__(self, names, given):
+        for name, value in zip(names, given, strict=True):
+            setattr(self, name, value)
+
+
 def named_kernel(name: str, method: str = "kernel"):
     """Class decorator: profilers and disassemblies show a kernel of the class as `name`, with a number.
 

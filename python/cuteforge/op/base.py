@@ -1,17 +1,19 @@
-"""The life of an op (check_support, compile, execute, bind), and the ordered dict that wrappers return."""
+"""The life of an op: check_support, compile, execute, bind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
 from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.op.alike import Seen, Varying
-from cuteforge.op.launch import Launch, bound_launch, entry_of, launch_of, translate_error
+from cuteforge.op.guards import Varying
+from cuteforge.op.launch import bound_launch, count_writes, entry_of, translate_error
+from cuteforge.op.recall import Replays
+from cuteforge.op.replay import Launcher, Recipe, Replay
 from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
@@ -29,47 +31,17 @@ _Op = TypeVar("_Op", bound="APIBase")
 Sample = torch.Tensor | TensorSpec
 
 
-# Names are str. To mypy a dict iterates over its keys, whatever `__iter__` says, unless they are Any.
-class TupleDict(dict[Any, torch.Tensor]):
-    """A dict of named results that unpacks like a tuple.
-
-    ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
-    (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
-    """
-
-    @overload
-    def __getitem__(self, key: str | int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, key: slice) -> tuple[torch.Tensor, ...]: ...
-    def __getitem__(self, key: str | int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        return tuple(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.values())
-
-    def __reversed__(self) -> Iterator[torch.Tensor]:
-        return reversed(self.values())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
-
-    def copy(self) -> TupleDict:
-        """A shallow copy."""
-        return type(self)(self)
-
-
 class _Compiled:
     """What `compile` leaves behind: replaced as a whole, so a launch in another thread sees the old or the new one."""
 
-    __slots__ = ("arch", "kernel", "scalars", "seen")
+    __slots__ = ("arch", "kernel", "replays", "scalars")
 
     def __init__(self, kernel: Kernel, arch: Arch) -> None:
         self.kernel = kernel
         self.arch = arch
         # By device index; a device is in it once it is known to run the code.
         self.scalars: dict[int, tuple[int, ...]] = {}
-        # Operands that it was launched on, and the launch of those that are like them.
-        self.seen = Seen()
+        self.replays = Replays()
 
 
 class APIBase:
@@ -89,13 +61,15 @@ class APIBase:
     """
 
     signature: Signature
-    # The operands -> the tensors, and None for those that an op does not have, as the compiled entry takes them.
-    _arrange: Callable[[tuple], tuple] | None = None
-    # What of an operand may differ among calls that are alike, by its name: see `Seen.keep`.
-    _varying: Mapping[str, Varying] = {}
-    # Whether extents of the operands `_agreeing` go together, as far as the compiled entry does not say.
-    _agree: Callable[..., bool] | None = None
-    _agreeing: tuple[str, ...] = ()
+    # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their order.
+    entry_operands: tuple[str | None, ...] | None = None
+    # Operands that the entry takes as bytes: it has no type for bools.
+    as_bytes: frozenset[str] = frozenset()
+    # What of an operand may differ among calls that are alike, by its name: see `guards.guard_of`.
+    varying: Mapping[str, Varying] = {}
+    # Whether extents of the operands `agreeing` go together, as far as the compiled entry does not say.
+    agree: Callable[..., bool] | None = None
+    agreeing: tuple[str, ...] = ()
 
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
@@ -105,7 +79,7 @@ class APIBase:
         # Operands that may have strides which the compiled entry does not refuse.
         self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.is_written or x.max_pitch_bytes)
         self._written = _pick_written(self.signature)
-        self._may_be_empty = type(self)._is_empty is not APIBase._is_empty
+        self._may_be_empty = type(self).is_empty is not APIBase.is_empty
         self._dims: Dims | None = None
         self._compiled: _Compiled | None = None
         self._was_compiled = False
@@ -134,7 +108,7 @@ class APIBase:
     def _check_operands(self, operands: tuple) -> None:
         """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which the table says what is wrong."""
 
-    def _is_empty(self, operands: tuple) -> bool:
+    def is_empty(self, operands: tuple) -> bool:
         """Whether these operands leave nothing to do; then nothing is launched."""
         return False
 
@@ -201,7 +175,7 @@ class APIBase:
             UnsupportedError: compiled for an architecture that the operands' device does not run.
             RuntimeError: not compiled.
         """
-        self._launch(self._ordered(operands, named), stream)
+        self.launch(self._ordered(operands, named), stream)
 
     def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
         """Validate once and return a launch of these very buffers, for decode loops and graph capture.
@@ -218,11 +192,11 @@ class APIBase:
         self._check_operands(operands)
         self.check_call(operands)
         scalars = self._prepare_device(compiled, operands)
-        if self._is_empty(operands):
+        if self.is_empty(operands):
             return _launch_nothing
         if env.check() and not is_capturing():
             self._check_contents(dict(zip(self.signature.names, operands)))
-        arranged = operands if self._arrange is None else self._arrange(operands)
+        arranged = self._arranged(operands)
         bound = bound_launch(compiled.kernel, arranged, scalars + call_scalars, stream, self._written(operands))
         if stream is not None:
             # Once is enough: what counts is the stream's work at the time the memory is freed.
@@ -266,40 +240,44 @@ class APIBase:
         names = (row.name for row in self.signature.operands if row.role in ("in", "update"))
         self._check_contents(dict(zip(names, inputs, strict=True)))
 
-    # The launch path. Operands like earlier ones are told by one call into C++; the compiled entry checks extents, alignment and devices of all.
-    # Every line counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
+    # The launch path. One call into C++ tells operands like earlier ones; the compiled entry checks extents, alignment
+    # and devices of all. Every line counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
 
-    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> None:
+    def launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> None:
         """Launch on `operands`, all of `signature` in its order; see `execute`.
 
         Args:
             call_scalars: run-time scalars of this call, which follow those of the op.
         """
         compiled = self._compiled or self._load_again(operands)
-        for is_alike, known in compiled.seen.findings:
+        replay = None
+        for is_alike, known in compiled.replays.entries:
             if is_alike(*operands):
-                launch = known
+                replay = known
                 break
         else:
             try:
-                launch = self._look_at(compiled, operands)
-                if self._may_be_empty and self._is_empty(operands):
+                replay = self._look_at(compiled, operands)
+                if self._may_be_empty and self.is_empty(operands):
                     return self.check_call(operands)
             except RuntimeError:
                 self._explain_unreadable(operands)
                 raise
-        if stream is not None or not env.launch_is_plain():
-            launch = self._as_asked(compiled, operands, stream)
         try:
-            launch(operands, call_scalars)
+            if replay is not None and stream is None and env.launch_is_plain():
+                replay.run(operands, None, call_scalars)
+            else:
+                self._launch_as_asked(compiled, operands, stream, call_scalars)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(error, operands)
             raise
-        if stream is not None:
-            record_streams(operands, stream, operands[0].get_device())
 
-    def _look_at(self, compiled: _Compiled, operands: tuple) -> Launch:
-        """Check operands that are like none before, as far as the compiled entry does not: the launch of those that are like them."""
+    def _look_at(self, compiled: _Compiled, operands: tuple) -> Replay | None:
+        """Check operands that are like none before, as far as the compiled entry does not.
+
+        Returns:
+            The replay for those that are like them, if it is time to remember one.
+        """
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -307,29 +285,46 @@ class APIBase:
                 self._check_kinds(operands)
                 break
         device = operands[0].get_device()
-        try:
-            scalars = compiled.scalars[device]
-        except KeyError:
-            scalars = self._prepare_device(compiled, operands)
+        if device not in compiled.scalars:
+            self._prepare_device(compiled, operands)
         for i in self._stepped:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        launch = launch_of(compiled.kernel.entry, device, scalars, self._arrange, self._written, raw_stream)
-        if compiled.seen.is_due() and not self._is_empty(operands):
-            names = self.signature.names
-            agreeing = [names.index(name) for name in self._agreeing]
-            compiled.seen.keep(operands, launch, [self._varying.get(name) for name in names], self._agree, agreeing)
-        return launch
+        if not compiled.replays.is_due() or self.is_empty(operands):
+            return None
+        names = self.signature.names
+        recipe = Recipe(names, scalars=None, written=self._written(names), returned=())
+        replay = Replay(self.launcher(device), recipe)
+        varying = [self.varying.get(name) for name in names]
+        compiled.replays.add(operands, replay, varying, self.agree, [names.index(name) for name in self.agreeing])
+        return replay
 
-    def _as_asked(self, compiled: _Compiled, operands: tuple, stream: Any) -> Launch:
-        """The launch on a stream that was asked for, with what environment variables ask for, of operands that were looked at."""
+    def _launch_as_asked(self, compiled: _Compiled, operands: tuple, stream: Any, call_scalars: tuple) -> None:
+        """Launch on a stream that was asked for, with what environment variables ask for."""
         if not env.launch_is_plain():
             self._check_on_request(operands)
         device = operands[0].get_device()
         handle = raw_stream(device) if stream is None else stream_handle(stream, device)
-        entry, scalars = entry_of(compiled.kernel), compiled.scalars[device]
-        return launch_of(entry, device, scalars, self._arrange, self._written, lambda _: handle)
+        scalars = compiled.scalars[device]
+        entry_of(compiled.kernel)(*self._arranged(operands), *scalars, *call_scalars, handle)
+        count_writes(self._written(operands))
+        if stream is not None:
+            record_streams(operands, stream, device)
+
+    def launcher(self, device_index: int) -> Launcher:
+        """How the compiled op is launched on a GPU on which it has been launched before."""
+        compiled, names = self._compiled, self.entry_operands or self.signature.names
+        scalars = compiled.scalars[device_index]
+        return Launcher(compiled.kernel.entry, names, self.as_bytes, scalars, device_index, raw_stream)
+
+    def _arranged(self, operands: tuple) -> tuple:
+        """The operands as the compiled entry takes them."""
+        if self.entry_operands is None:
+            return operands
+        named = dict(zip(self.signature.names, operands))
+        named |= {name: named[name].view(torch.uint8) for name in self.as_bytes}
+        return tuple(map(named.get, self.entry_operands))
 
     def _explain(self, error: Exception, operands: tuple) -> None:
         """Raise the error that names what a compiled entry refused; return when `error` says it best."""

@@ -19,10 +19,6 @@ except ImportError:  # the public one calls it, and takes 0.3 us more
 _WRONG_ARCH_SIGNS = ("NoKernelImageForDevice", "no kernel image")
 
 
-# ``launch(operands, call_scalars)``
-Launch = Callable[[tuple, tuple], None]
-
-
 def entry_of(kernel: Kernel) -> Callable[..., None]:
     """``entry(*tensors, *scalars, raw_stream)`` of `kernel`, in an NVTX range if CUTEFORGE_NVTX asks for one now.
 
@@ -37,34 +33,6 @@ def _launch_in_range(kernel: Kernel, *args: Any) -> None:
 
     with torch.cuda.nvtx.range(f"cuteforge {kernel.key.builder}"):
         kernel.entry(*args)
-
-
-def launch_of(
-    entry: Callable[..., None],
-    device_index: int,
-    scalars: tuple,
-    arrange: Callable[[tuple], tuple] | None,
-    written: Callable[[tuple], tuple],
-    stream_of: Callable[[int], int],
-) -> Launch:
-    """A launch of operands on a GPU that asks nothing more about them.
-
-    Args:
-        scalars: run-time scalars, which precede those of a call.
-        arrange: the operands as the compiled entry takes them.
-        written: those of the operands that a launch counts as a write of, 0.2 us for one.
-        stream_of: the raw handle of the stream, by the GPU.
-    """
-
-    def launch(operands: tuple, call_scalars: tuple) -> None:
-        entry(*operands, *scalars, *call_scalars, stream_of(device_index))
-        count_writes(written(operands))
-
-    def arrange_and_launch(operands: tuple, call_scalars: tuple) -> None:
-        entry(*arrange(operands), *scalars, *call_scalars, stream_of(device_index))
-        count_writes(written(operands))
-
-    return launch if arrange is None else arrange_and_launch
 
 
 def bound_launch(

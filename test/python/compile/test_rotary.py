@@ -8,20 +8,28 @@ from helpers import sass
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MODEL = Problem("bfloat16", 128, 128, interleaved=False)
+
+
+def traits_of(problem, rank, has_keys, positions):
+    """Of an op that rotates keys too, or does not, by positions of a dtype, or by pairs where that is None."""
+    angles = ("freqs_cis",) if positions is None else ("cos", "sin", "positions")
+    return Traits(problem, rank, (*(("k", "k_out") if has_keys else ()), *angles), positions)
+
+
 # (traits, bytes of an access)
 EVERYWHERE = (
-    (Traits(MODEL, 3, True, "int64"), 16),
-    (Traits(Problem("bfloat16", 128, 128, interleaved=True), 4, False, None), 16),
+    (traits_of(MODEL, 3, True, "int64"), 16),
+    (traits_of(Problem("bfloat16", 128, 128, interleaved=True), 4, False, None), 16),
 )
 ONCE = (
-    (Traits(Problem("float16", 192, 64, interleaved=False), 3, True, "int32"), 16),
-    (Traits(Problem("float32", 128, 128, interleaved=True), 3, True, "int32"), 16),
-    (Traits(Problem("float32", 256, 256, interleaved=False), 4, True, "int64"), 16),
-    (Traits(Problem("bfloat16", 80, 40, interleaved=False), 4, True, None), 8),
-    (Traits(Problem("bfloat16", 66, 66, interleaved=True), 3, False, "int32"), 4),
-    (Traits(Problem("float16", 65, 6, interleaved=True), 3, False, None), 2),
-    (Traits(Problem("bfloat16", 1024, 1022, interleaved=False), 3, False, "int32"), 2),
-    (Traits(Problem("float32", 2, 2, interleaved=False), 4, True, None), 4),
+    (traits_of(Problem("float16", 192, 64, interleaved=False), 3, True, "int32"), 16),
+    (traits_of(Problem("float32", 128, 128, interleaved=True), 3, True, "int32"), 16),
+    (traits_of(Problem("float32", 256, 256, interleaved=False), 4, True, "int64"), 16),
+    (traits_of(Problem("bfloat16", 80, 40, interleaved=False), 4, True, None), 8),
+    (traits_of(Problem("bfloat16", 66, 66, interleaved=True), 3, False, "int32"), 4),
+    (traits_of(Problem("float16", 65, 6, interleaved=True), 3, False, None), 2),
+    (traits_of(Problem("bfloat16", 1024, 1022, interleaved=False), 3, False, "int32"), 2),
+    (traits_of(Problem("float32", 2, 2, interleaved=False), 4, True, None), 4),
 )
 CASES = [
     pytest.param(

@@ -350,7 +350,7 @@ EXEMPT = {
     "forward": "called by attention with arguments that it checked",
     "fwd_decode": "what forward calls",
     "fwd_prefill": "what forward calls",
-    "known_call": "called by the policy with arguments that it served",
+    "replay": "called by the policy with arguments that it served",
     "refuse": "called by the policy with a Request that it made",
     "check_support": "takes no arguments",
     "workspace_bytes": "takes no arguments",

@@ -9,17 +9,14 @@ from dataclasses import replace
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
-from cuteforge.families.attention import base as gqa_op
-from cuteforge.families.attention import wrapper as gqa_wrapper
+from cuteforge.families.attention import base as attention_base
+from cuteforge.families.attention import road as attention_road
 from cuteforge.families.csa.compressor import api as csa_api
 from cuteforge.op import base as api_base
-from cuteforge.op import cache as op_cache
-from cuteforge.op import recall
+from cuteforge.op import recall, replay
 from cuteforge.op.signature import TensorSpec
-from cuteforge.runtime import env
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
-from cuteforge.runtime.lru import LRU
 
 STREAM = 77
 # Raises for the arguments of a launch that an entry of that key refuses.
@@ -72,26 +69,17 @@ def stub_wrappers(monkeypatch, check: Check | None = None) -> Iterator[list[tupl
         check: raises for arguments that entries refuse.
     """
     launched: list[tuple] = []
-    # ops of one test launch into its list
-    monkeypatch.setattr(op_cache, "_ops", LRU(env.cache_size))
     monkeypatch.setattr(api_base, "load_kernel", lambda key: StubKernel(key, launched, check))
     pass_for_gpu(monkeypatch)
     pass_for_gpu_in_tables(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     sm_90a = resolve_arch("sm_90a", None)
-    for module in (api_base, csa_api, gqa_op, gqa_wrapper):
+    for module in (api_base, csa_api, attention_base, attention_road):
         monkeypatch.setattr(module, "resolve_arch", lambda name, index: sm_90a)
     monkeypatch.setattr(csa_api.CSACompressorBackward, "_check_workspace", lambda *args: None)
-    written_out = recall._written_out
-
-    def without_index(op, *args):
-        # the GPU of a CPU tensor has no index
-        op._compiled.scalars.setdefault(None, op._compiled.scalars[0])
-        return written_out(op, *args)
-
-    monkeypatch.setattr(recall, "_written_out", without_index)
-    monkeypatch.setattr(recall, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
-    monkeypatch.setattr(recall, "current_device", lambda: None)
+    monkeypatch.setattr(replay, "ways_to_empty", lambda device: (_empty_strided_cpu, None))
+    monkeypatch.setattr(replay, "current_device", lambda: 0)
+    # ops of one test launch into its list
     recall.forget()
     yield launched
     recall.forget()

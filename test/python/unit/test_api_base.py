@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.op import base as api_base
-from cuteforge.op.base import APIBase, TupleDict
+from cuteforge.op.base import APIBase
 from cuteforge.op.signature import Operand, Signature, TensorSpec
+from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey
 from helpers.stub_gpu import STREAM, StubKernel, pass_for_gpu, pass_for_gpu_in_tables
@@ -50,7 +51,7 @@ class Scale(APIBase):
     def _scalars(self, arch):
         return (arch.num_sms,)
 
-    def _is_empty(self, operands):
+    def is_empty(self, operands):
         return operands[0].numel() == 0
 
     def _check_contents(self, operands):
@@ -377,7 +378,7 @@ def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, mo
     bound = []
     monkeypatch.setattr(api_base, "bound_launch", lambda *args: bound.append(args) or (lambda: None))
     operands = cpu_operands()
-    op._launch(operands, None, (7,))
+    op.launch(operands, None, (7,))
     op._bind(operands, None, (7,))
     assert kernel.launches[0][3:5] == (132, 7)
     assert bound[0][2] == (132, 7)

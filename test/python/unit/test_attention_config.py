@@ -7,7 +7,6 @@ import pytest
 
 from cuteforge import UnsupportedError
 from cuteforge.device.swizzled_rows import ALIGNMENT
-from cuteforge.families.attention.forward import config
 from cuteforge.families.attention.forward.config import (
     MAX_WAVES,
     PARTS,

@@ -25,6 +25,7 @@ from cuteforge import (
 )
 from cuteforge.families.attention import reference, torch_ops
 from cuteforge.op import torch_library
+from cuteforge.op.road import Road
 from helpers import attention as attn
 from helpers import budget, paged
 from helpers.stub_gpu import stub_wrappers
@@ -496,10 +497,10 @@ def test_registering_again_is_harmless():
 
 def test_eager_calls_skip_the_dispatcher(monkeypatch):
     launched = []
-    for module in ("wrapper", "merge_api"):
+    for module in ("road", "merge.api"):
         module = importlib.import_module(f"cuteforge.families.attention.{module}")
-        monkeypatch.setattr(module, "run_op", lambda key, *_: launched.append(key[0]))
         monkeypatch.setattr(module, "call_op", None)
+    monkeypatch.setattr(Road, "launch", lambda road, *_: launched.append(road) or (None, None))
     for name in CASES:
         CASES[name]().wrapped()
     merge_state(*parts())

@@ -14,7 +14,6 @@ from cutlass import cute
 
 from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec, UnsupportedError
 from cuteforge.families.csa.compressor import config, window
-from cuteforge.families.csa.compressor.api import FLOATS
 from cuteforge.families.csa.compressor.config import (
     WARP,
     Problem,
@@ -24,6 +23,7 @@ from cuteforge.families.csa.compressor.config import (
     why_not,
     workspace_bytes,
 )
+from cuteforge.families.csa.compressor.operands import FLOATS
 from cuteforge.families.csa.compressor.pooling import Fast
 from cuteforge.families.csa.compressor.row_lanes import RowLane
 from cuteforge.op.signature import ITEMSIZE
@@ -125,10 +125,11 @@ def stream(monkeypatch):
     monkeypatch.setattr(window, "Int32", int)
     monkeypatch.setattr(window.WindowStream, "_allocate", lambda self, smem, dtype: None)
     tensor = SimpleNamespace(shape=(1,), element_type=None)
+    ops = SimpleNamespace(**dict.fromkeys(("mKv", "mScore", "mCuSeqlens", "mCuSeqlensComp", "mGradOut"), tensor))
 
     def make(traits, warp=0, lane=0, cta=0, groups=1, num_rows=0, run_log2=0):
         here.thread, here.cta, here.num_ctas = warp * WARP + lane, cta, groups * traits.num_chunks
-        return window.WindowStream(RowLane(traits, tensor, tensor, 0, num_rows, run_log2), None, tensor, tensor)
+        return window.WindowStream(RowLane(traits, ops, num_rows, run_log2), None, ops)
 
     return make
 

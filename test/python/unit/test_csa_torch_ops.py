@@ -19,8 +19,9 @@ from cuteforge import (
     csa_compressor_backward_wrapper,
     csa_compressor_forward_wrapper,
 )
-from cuteforge.families.csa.compressor import reference, torch_ops
+from cuteforge.families.csa.compressor import reference, road, torch_ops
 from cuteforge.op import torch_library
+from cuteforge.op.road import Road
 from helpers import budget, csa, process
 from helpers.packs import Pack
 from helpers.torch_ops import TRANSFORMS, OpLog, assert_same_bits
@@ -291,11 +292,10 @@ def test_wrapper_names_what_is_no_tensor_when_a_graph_is_recorded():
 
 
 def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
-    wrapper = importlib.import_module("cuteforge.families.csa.compressor.wrapper")
     x = draw()
     launched = []
-    monkeypatch.setattr(wrapper, "run_op", lambda key, *_: launched.append(key[0]))
-    monkeypatch.setattr(wrapper, "call_op", None)
+    monkeypatch.setattr(Road, "launch", lambda self, *_: launched.append(type(self)) or (None,) * 3)
+    monkeypatch.setattr(road, "call_op", None)
     csa_compressor_forward_wrapper(*x.tensors, **x.config, total_comp=x.total_comp)
     with torch.no_grad():
         csa_compressor_forward_wrapper(*leaves(x), **x.config, total_comp=x.total_comp)
@@ -303,7 +303,7 @@ def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
         parameters = [torch.nn.Parameter(t) for t in x.tensors[:3]]
         csa_compressor_forward_wrapper(*parameters, *x.tensors[3:], **x.config, total_comp=x.total_comp)
     csa_compressor_backward_wrapper(*x.tensors, x.grad_out, **x.config)
-    assert launched == ["csa forward", "csa forward", "csa forward", "csa backward"]
+    assert launched == [road.ForwardRoad] * 3 + [road.BackwardRoad]
 
 
 def test_dispatch_modes_see_the_wrappers(cpu_as_gpu):

@@ -17,13 +17,14 @@ LAYERS = (
     "runtime",
     "device",
     "op.signature",
-    "op.alike",
-    "op.allocate",
-    "op.launch",
-    "op.base",
-    "op.cache",
+    "op.operand_table",
+    ("op.generated", "op.allocate", "op.launch", "op.readable", "op.tuple_dict"),
+    "op.guards",
+    "op.replay",
     "op.recall",
+    "op.base",
     "op.torch_library",
+    "op.road",
     ("families.attention", "families.rotary", "families.csa"),
     "serving",
     "backends",
@@ -101,7 +102,7 @@ def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str |
         return None
     if module == "cuteforge":
         return "the package imports by name, lazily" if other or top in HEAVY else None
-    if top == "torch" and room in ("errors", "arguments", "op.signature", "device"):
+    if top == "torch" and room in ("errors", "arguments", "op.signature", "op.operand_table", "device"):
         return f"{room} knows no torch"
     if top == "cutlass" and module not in kernels and room != "runtime":
         return "only kernel files, device/ and runtime/ use cutlass"

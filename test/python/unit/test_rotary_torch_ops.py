@@ -19,7 +19,7 @@ from cuteforge import (
     rotary_qk_wrapper,
     rotary_wrapper,
 )
-from cuteforge.families.rotary import reference, torch_ops
+from cuteforge.families.rotary import reference, road, torch_ops
 from cuteforge.op import torch_library
 from helpers import budget, rotary
 from helpers.stub_gpu import stub_wrappers
@@ -493,11 +493,15 @@ def test_wrappers_name_what_is_no_tensor_when_a_graph_is_recorded(cpu_as_gpu):
 
 
 def test_eager_calls_without_a_graph_skip_the_dispatcher(monkeypatch):
-    wrapper = importlib.import_module("cuteforge.families.rotary.wrapper")
     x = draw(BY_TOKEN)
     launched = []
-    monkeypatch.setattr(wrapper, "run_op", lambda key, *_: launched.append(key[-2]))
-    monkeypatch.setattr(wrapper, "call_op", None)
+
+    def launch(self, *call):
+        launched.append(len(self.heads))
+        return (None,) * len(self.heads)
+
+    monkeypatch.setattr(road.RotaryRoad, "launch", launch)
+    monkeypatch.setattr(road, "call_op", None)
     rotary_emb(x.x, x.table)
     rotary_wrapper(x.x, **options(x), out=x.x)
     rotary_qk_wrapper(x.x, x.k, **options(x), k_out=x.k)

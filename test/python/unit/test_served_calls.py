@@ -125,8 +125,8 @@ def described(args, tensors):
 @pytest.mark.parametrize("case", CASES)
 def test_a_served_call_hands_over_what_any_call_does(case, launches, monkeypatch):
     wrapper, draw = CASES[case]
-    served, serve = [], recall.serve
-    monkeypatch.setattr(recall, "serve", lambda *args: served.append(result := serve(*args)) or result)
+    served, serve = [], recall.recall
+    monkeypatch.setattr(recall, "recall", lambda *args: served.append(result := serve(*args)) or result)
     wrapper(**draw(24))
     assert served == [None] and len(launches) == 1
     for n in (24, 31):

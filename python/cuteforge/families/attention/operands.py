@@ -130,9 +130,12 @@ def entry_rows() -> tuple[Row, ...]:
     return tuple(row for row in ROWS if row.shares is None)
 
 
-def entry_names() -> tuple[tuple[str, ...], ...]:
-    """For each tensor of the compiled entry the names that ops have for it."""
-    return tuple(tuple(row.name for row in ROWS if own.name in (row.name, row.shares)) for own in entry_rows())
+def entry_operands(names: Container[str]) -> tuple[str | None, ...]:
+    """What the compiled entry takes of an op with the operands `names`, in its order; None for what the op lacks."""
+    return tuple(
+        next((row.name for row in ROWS if own.name in (row.name, row.shares) and row.name in names), None)
+        for own in entry_rows()
+    )
 
 
 DEVICE_NAMES = tuple(row.device_name for row in entry_rows())

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 
 from cuteforge.families.attention import reference
-from cuteforge.families.attention.api import GQADecode, PagedGQADecode
+from cuteforge.families.attention.api import PagedGQADecode
 from cuteforge.families.attention.checks import check_contents
-from cuteforge.families.attention.merge.api import INPUT_NAMES, MergeState, check_outputs, new_merged, run_merge
+from cuteforge.families.attention.merge.api import INPUT_NAMES, MergeState, check_outputs, new_merged
+from cuteforge.families.attention.merge.api import ROAD as MERGE_ROAD
 from cuteforge.families.attention.operands import APPENDED, PAGED_DECODE, POOLS, schema_of
-from cuteforge.families.attention.wrapper import (
-    APPEND_OP,
-    OPS,
-    Tensors,
-    check_queries,
-    new_results,
-    run_attention,
-)
+from cuteforge.families.attention.road import APPEND_OP, DECODE_OPS, OPS, ROADS, Options
+from cuteforge.op.road import Invocation, Tensors
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_op, register_updating_op
 
@@ -30,41 +25,29 @@ _CONFIG = "float? softmax_scale, bool causal, int? window_left, int? window_righ
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Call:
-    """Arguments of an op by name, checked as far as the results need it."""
+def _invocation(op: type, names: tuple[str, ...], arguments: tuple) -> Invocation:
+    """The arguments of an op as a call, checked as far as the results need it."""
+    tensors = dict(zip(names, arguments))
+    ROADS[op].check_queries(tensors)
+    softmax_scale, causal, left, right, softcap, *splits = arguments[len(names) :]
+    options = Options(causal, (left, right), softcap, splits[0] if splits else None, softmax_scale, return_lse=True)
+    return Invocation({name: x for name, x in tensors.items() if x is not None}, options=options)
 
-    def __init__(self, op: type, names: tuple[str, ...], arguments: tuple) -> None:
-        self.op = op
-        tensors = dict(zip(names, arguments))
-        check_queries(tensors, op)
-        self.given: Tensors = {name: x for name, x in tensors.items() if x is not None}
-        self.softmax_scale, causal, left, right, softcap, *splits = arguments[len(names) :]
-        self.config = {
-            "causal": causal,
-            "window": (left, right),
-            "softcap": softcap,
-            **dict(zip(("num_splits",), splits)),
-        }
 
-    def fake(self) -> Results:
-        return new_results(self.given, True)
-
-    def cuda(self) -> Results:
-        return run_attention(self.op, self.given, None, True, self.softmax_scale, self.config)
-
-    def cpu(self) -> Results:
-        """The reference, after the checks of the kernel and of what the operands hold: a model meets its errors there too."""
-        given = {name: x.to(torch.int32) if x.dtype is torch.int64 else x for name, x in self.given.items()}
-        out, lse = new_results(given, True)
-        written = POOLS if "new_k" in given else ()
-        specs = {name: _spec(x, name in written) for name, x in {**given, "out": out, "lse": lse}.items()}
-        self.op(**specs, **self.config, softmax_scale=self.softmax_scale).check_support()
-        if out.numel():
-            # as given: a copy of int64 cuts an index off
-            check_contents(self.given, self.config["window"][0])
-            options = {name: self.config[name] for name in ("causal", "window", "softcap")}
-            _attend_on_cpu(given, options | {"softmax_scale": self.softmax_scale}, out, lse)
-        return out, lse
+def _run_on_cpu(op: type, call: Invocation) -> Results:
+    """The reference, after the checks of the kernel and of what the operands hold: a model meets its errors there too."""
+    options = call.options
+    given = {name: x.to(torch.int32) if x.dtype is torch.int64 else x for name, x in call.inputs.items()}
+    results = ROADS[op].new_results(call)
+    written = POOLS if "new_k" in given else ()
+    specs = {name: _spec(x, name in written) for name, x in {**given, **results}.items()}
+    op(**specs, **options.compiled, softmax_scale=options.softmax_scale).check_support()
+    if results["out"].numel():
+        # as given: a copy of int64 cuts an index off
+        check_contents(call.inputs, options.window[0])
+        names = ("causal", "window", "softcap", "softmax_scale")
+        _attend_on_cpu(given, {name: getattr(options, name) for name in names}, **results)
+    return results["out"], results["lse"]
 
 
 def _spec(x: torch.Tensor, keep_strides: bool) -> TensorSpec:
@@ -131,21 +114,21 @@ def _register(op: type, name: str, schema: str, register: Any = register_op) -> 
     names = tuple(argument.split()[-1] for argument in schema.split(", "))
 
     def cuda(*arguments: Any) -> Results:
-        return _Call(op, names, arguments).cuda()
+        return ROADS[op].launch(_invocation(op, names, arguments))
 
     def cpu(*arguments: Any) -> Results:
-        return _Call(op, names, arguments).cpu()
+        return _run_on_cpu(op, _invocation(op, names, arguments))
 
     def fake(*arguments: Any) -> Results:
-        return _Call(op, names, arguments).fake()
+        return tuple(ROADS[op].new_results(_invocation(op, names, arguments)).values())
 
-    config = _CONFIG + (", int? num_splits" if op in (GQADecode, PagedGQADecode) else "")
+    config = _CONFIG + (", int? num_splits" if op in DECODE_OPS else "")
     register(f"{name}({schema}, {config}) -> (Tensor, Tensor)", cuda=cuda, cpu=cpu, fake=fake)
 
 
 def _merge_cuda(*inputs: torch.Tensor) -> Results:
     check_outputs(inputs[0])
-    return run_merge(inputs)
+    return MERGE_ROAD.launch(Invocation(dict(zip(INPUT_NAMES, inputs))))
 
 
 def _merge_cpu(*inputs: torch.Tensor) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,51 +10,19 @@ import torch
 from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.rotary.config import MAX_HEAD_DIM, Problem, Traits
-from cuteforge.op.alike import ANY_SHAPE
+from cuteforge.families.rotary.operands import ROWS, TOKENS, entry_names, given_of, signature_of
 from cuteforge.op.base import APIBase, Sample
-from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
+from cuteforge.op.guards import ANY_SHAPE
+from cuteforge.op.operand_table import entry_operands
+from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
 
-FLOATS = ("bfloat16", "float16", "float32")
-TOKENS = {3: "T", 4: "B L"}
 _FORTH, _BACK = (0,), (1,)
 _T = TypeVar("_T")
 # (cos, sin)
 Pair = tuple[_T, _T] | list[_T]
-
-
-@functools.cache
-def signature_of(rank: int, dtype: str, interleaved: bool, has_keys: bool, has_positions: bool) -> Signature:
-    """The operands of one kind of call, in the order of the compiled entry."""
-    align = functools.partial(_align_bytes, dtype, interleaved, of_table=0)
-    tokens = TOKENS[rank]
-    rows = [
-        Operand("x", f"{tokens} H D", FLOATS, align_bytes=align),
-        Operand("out", f"{tokens} H D", ("=x",), align_bytes=align, role="out", in_place_of="x"),
-    ]
-    if has_keys:
-        rows += [
-            Operand("k", f"{tokens} Hk D", ("=x",), align_bytes=align),
-            Operand("k_out", f"{tokens} Hk D", ("=x",), align_bytes=align, role="out", in_place_of="k"),
-        ]
-    if has_positions:
-        align = functools.partial(_align_bytes, dtype, interleaved, of_table=1)
-        rows += [Operand(name, "max_pos half", ("float32",), align_bytes=align) for name in ("cos", "sin")]
-        rows += [Operand("positions", tokens, ("int32", "int64"))]
-    else:
-        align = functools.partial(_align_bytes, dtype, interleaved, of_table=2)
-        rows += [Operand("freqs_cis", f"{tokens} half 2", ("float32",), align_bytes=align, dense_dims=2)]
-    return Signature(*rows)
-
-
-def _align_bytes(dtype: str, interleaved: bool, dims: Dims, of_table: int) -> int:
-    """Alignment of base and rows of a tensor of heads, of cos or sin (1), or of a table of pairs (2)."""
-    if not 0 < 2 * dims["half"] <= dims["D"]:
-        return 1  # refused by the relations between the dims
-    problem = Problem(dtype, dims["D"], 2 * dims["half"], interleaved)
-    return min(16, of_table * problem.table_align_bytes) if of_table else problem.align_bytes
 
 
 class RotaryEmbedding(APIBase):
@@ -80,10 +47,7 @@ class RotaryEmbedding(APIBase):
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
 
-    _varying = {
-        **dict.fromkeys(("x", "k", "cos", "sin", "positions", "freqs_cis"), ANY_SHAPE),
-        **dict.fromkeys(("out", "k_out"), 0),
-    }
+    varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
 
     def __init__(
         self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
@@ -94,8 +58,9 @@ class RotaryEmbedding(APIBase):
         if len(spec.shape) not in TOKENS:
             raise ContractError(f"x: wanted shape (T, H, D) or (B, L, H, D), got {len(spec.shape)} dims")
         self.interleaved: bool = flag("interleaved", interleaved)
-        self._kind = (len(spec.shape), spec.dtype, self.interleaved, k is not None, positions is not None)
+        self._kind = (len(spec.shape), spec.dtype, self.interleaved, given_of(operands))
         super().__init__(**operands)
+        self.entry_operands = entry_operands(self.signature.names, entry_names())
         self._num_operands, self._has_keys = len(operands), k is not None
 
     @property
@@ -110,9 +75,9 @@ class RotaryEmbedding(APIBase):
             raise UnsupportedError(f"x: the kernel serves a head dim up to {MAX_HEAD_DIM}, got D = {dims['D']}")
 
     def _kernel_key(self, dims: Dims, arch: Arch) -> KernelKey:
-        rank, dtype, interleaved, has_keys, has_positions = self._kind
-        positions = self.samples["positions"].dtype if has_positions else None
-        traits = Traits(Problem(dtype, dims["D"], 2 * dims["half"], interleaved), rank, has_keys, positions)
+        rank, dtype, interleaved, given = self._kind
+        positions = self.samples["positions"].dtype if "positions" in given else None
+        traits = Traits(Problem(dtype, dims["D"], 2 * dims["half"], interleaved), rank, given, positions)
         return KernelKey("cuteforge.families.rotary.kernel:build", traits, arch.name)
 
     def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -134,7 +99,7 @@ class RotaryEmbedding(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
+        self.launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,

@@ -68,13 +68,24 @@ class Problem:
 
 @dataclass(frozen=True)
 class Traits:
-    """The compile key: everything that the trace reads."""
+    """The compile key: everything that the trace reads.
+
+    Attributes:
+        rank: of x.
+        given: the optional operands that the op has, in the order of `operands.ROWS`.
+        positions: their dtype; None when the table has a row for each token, cos and sin next to each other.
+    """
 
     problem: Problem
     rank: int
-    has_keys: bool
-    positions: str | None  # dtype; None when the table has a row for each token, cos and sin next to each other
+    given: tuple[str, ...]
+    positions: str | None
     tile: Tile = Tile()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys are rotated in the same launch as queries."""
+        return "k" in self.given
 
     @property
     def rotary_units(self) -> int:

@@ -4,16 +4,16 @@ One source for every pairing, width, dtype and layout. Memory-bound: each elemen
 head dim allows. Nothing that a thread reads of its heads waits for an angle: position, heads and angles are two memory latencies, not three.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import l2_policy, load_fp32
+from cuteforge.device.fake_operands import FakeOperands
 from cuteforge.device.math import fast_divisor, fma_rn, mul_rn, select
-from cuteforge.device.traced import TraceConstant, named_kernel
+from cuteforge.device.traced import Operands, TraceConstant, named_kernel
 from cuteforge.families.rotary.config import MAX_ACCESS_BYTES, Traits
-from cuteforge.families.rotary.fake_operands import FakeOperands
+from cuteforge.families.rotary.operands import device_names, entry_names, signature_of
 from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.build import Build
 
@@ -67,33 +67,25 @@ def heads_of(mX):
 
 @named_kernel("rotary")
 class Rotary:
-    """The kernel for one `Traits`; `launch` takes the tensors that it has."""
+    """The kernel for one `Traits`; calling it launches."""
 
     def __init__(self, traits: Traits):
         self.traits = traits
 
     @cute.jit
-    def launch(
-        self,
-        mX: cute.Tensor,
-        mOut: cute.Tensor,
-        mK: cute.Tensor | None,
-        mKOut: cute.Tensor | None,
-        mCos: cute.Tensor,
-        mSin: cute.Tensor | None,
-        mPositions: cute.Tensor | None,
-        inverse: Int32,
-        stream: cuda.CUstream,
-    ):
-        """What `traits` has no use for is None: the keys, or the sines and positions where `mCos` is a table of pairs."""
-        traits = self.traits
-        num_tokens, length = mX.shape[0], None
+    def __call__(self, *arguments):
+        """Args: arguments: the tensors of `operands.ROWS`, None for those that the op does not have; whether to turn
+        back, 0 or 1; the stream.
+        """
+        *given, inverse, stream = arguments
+        traits, ops = self.traits, Operands(device_names(), given)
+        num_tokens, length = ops.mX.shape[0], None
         if cutlass.const_expr(traits.rank == 4):
-            num_tokens, length = mX.shape[0] * mX.shape[1], mX.shape[1]
-        num_ctas, groups = self._grid(mX, mK, num_tokens)
+            num_tokens, length = ops.mX.shape[0] * ops.mX.shape[1], ops.mX.shape[1]
+        num_ctas, groups = self._grid(ops, num_tokens)
         if num_ctas > 0:
             divisors = fast_divisor(groups), None if length is None else fast_divisor(length)
-            self.kernel(mX, mOut, mK, mKOut, mCos, mSin, mPositions, num_tokens, *divisors, inverse).launch(
+            self.kernel(tuple(given), num_tokens, *divisors, inverse).launch(
                 grid=(num_ctas, 1, 1),
                 block=(traits.num_threads, 1, 1),
                 min_blocks_per_mp=traits.ctas_per_sm,
@@ -101,25 +93,20 @@ class Rotary:
                 stream=stream,
             )
 
-    def _grid(self, mX, mK, num_tokens):
+    def _grid(self, ops: Operands, num_tokens):
         """(CTAs, groups of a token)."""
-        return self.traits.grid(num_tokens, heads_of(mX), heads_of(mK) if self.traits.has_keys else None)
+        return self.traits.grid(num_tokens, heads_of(ops.mX), heads_of(ops.mK) if self.traits.has_keys else None)
 
     @cute.kernel
     def kernel(
         self,
-        mX: cute.Tensor,
-        mOut: cute.Tensor,
-        mK: cute.Tensor | None,
-        mKOut: cute.Tensor | None,
-        mCos: cute.Tensor,
-        mSin: cute.Tensor | None,
-        mPositions: cute.Tensor | None,
+        given: tuple,
         num_tokens: Int32,
         groups: cute.FastDivmodDivisorV2,
         length: cute.FastDivmodDivisorV2 | None,
         inverse: Int32,
     ):
+        ops = Operands(device_names(), given)
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits = self.traits
@@ -132,12 +119,12 @@ class Rotary:
         if row < num_tokens - first_token and place < traits.slots_per_cta:
             token = first_token + row
             index = divmod(token, length) if cutlass.const_expr(traits.rank == 4) else (token,)
-            source, target = Heads.of(mX), Heads.of(mOut)
+            source, target = Heads.of(ops.mX), Heads.of(ops.mOut)
             if cutlass.const_expr(traits.has_keys):
-                is_key = group >= self.traits.groups_of(heads_of(mX))
-                source, target = source.unless(is_key, Heads.of(mK)), target.unless(is_key, Heads.of(mKOut))
-                group -= select(is_key, self.traits.groups_of(heads_of(mX)), Int32(0))
-            angles = Angles(traits, mCos, mSin, mPositions, index)
+                is_key = group >= self.traits.groups_of(heads_of(ops.mX))
+                source, target = source.unless(is_key, Heads.of(ops.mK)), target.unless(is_key, Heads.of(ops.mKOut))
+                group -= select(is_key, self.traits.groups_of(heads_of(ops.mX)), Int32(0))
+            angles = Angles(traits, ops, index)
             first_head = group * traits.heads_per_thread
             if unit < traits.rotary_units:
                 self._rotate(source, target, index, first_head, unit, angles, inverse)
@@ -207,25 +194,26 @@ class Rotary:
 class Angles(TraceConstant):
     """The angles of a token: by its position, which is asked for at once, or from its own row of a table of pairs."""
 
-    def __init__(self, traits: Traits, mCos, mSin, mPositions, index):
+    def __init__(self, traits: Traits, ops: Operands, index):
         self.pairs = traits.problem.pairs_per_unit
-        self.mCos, self.mSin, self.index = mCos, mSin, index
+        self.ops, self.index = ops, index
         self.is_known = None  # whether the position is in the table; None where there are no positions
-        if mPositions is not None:
-            self.position = mPositions[index if len(index) > 1 else index[0]]
-            self.is_known = (self.position >= 0) & (self.position < mCos.shape[0])
+        if ops.mPositions is not None:
+            self.position = ops.mPositions[index if len(index) > 1 else index[0]]
+            self.is_known = (self.position >= 0) & (self.position < ops.mCos.shape[0])
 
     def load(self, pair):
         """(cosines, sines) of a thread's pairs, of which `pair` is the first; NaN outside the table, which is not read then."""
         if self.is_known is not None:
             return self._by_position(pair)
-        both = load_floats(self.mCos, token_offset(self.index, self.mCos.stride) + Int64(2 * pair), 2 * self.pairs)
+        table = self.ops.mFreqsCis
+        both = load_floats(table, token_offset(self.index, table.stride) + Int64(2 * pair), 2 * self.pairs)
         return both[0::2], both[1::2]
 
     @cute.jit
     def _by_position(self, pair: Int32):
         # A branch, not predicates: the assembler moves no load behind it, so that what was loaded before does not wait for the position.
-        tables = (self.mCos, self.mSin)
+        tables = (self.ops.mCos, self.ops.mSin)
         rTables = [cute.make_rmem_tensor(self.pairs, Float32) for _ in tables]
         for rTable in rTables:
             rTable.fill(NAN)
@@ -334,37 +322,14 @@ def elements(rX) -> list:
 
 def build(traits: Traits) -> Build:
     """The kernel for `traits`, for `runtime.compile_cache`."""
-    fake = FakeOperands(traits)
-    return Build(host_entry(traits), (*fake.all(), Int32(0), make_fake_stream()), "rotary")
+    return Build(Rotary(traits), (*fake_operands(traits), Int32(0), make_fake_stream()), "rotary")
 
 
-def host_entry(traits: Traits):
-    """The host function with just the tensors that `traits` has, in the order of the signature."""
-    kernel = Rotary(traits)
-
-    @cute.jit
-    def table_of_pairs(mX: cute.Tensor, mOut: cute.Tensor, mTable: cute.Tensor, inverse: Int32, stream: cuda.CUstream):
-        kernel.launch(mX, mOut, None, None, mTable, None, None, inverse, stream)
-
-    @cute.jit
-    def table_of_pairs_with_keys(
-        mX: cute.Tensor, mOut: cute.Tensor, mK: cute.Tensor, mKOut: cute.Tensor, mTable: cute.Tensor, inverse: Int32, stream: cuda.CUstream
-    ):  # fmt: skip
-        kernel.launch(mX, mOut, mK, mKOut, mTable, None, None, inverse, stream)
-
-    @cute.jit
-    def positions(
-        mX: cute.Tensor, mOut: cute.Tensor, mCos: cute.Tensor, mSin: cute.Tensor, mPositions: cute.Tensor, inverse: Int32, stream: cuda.CUstream
-    ):  # fmt: skip
-        kernel.launch(mX, mOut, None, None, mCos, mSin, mPositions, inverse, stream)
-
-    @cute.jit
-    def positions_with_keys(
-        mX: cute.Tensor, mOut: cute.Tensor, mK: cute.Tensor, mKOut: cute.Tensor, mCos: cute.Tensor, mSin: cute.Tensor, mPositions: cute.Tensor,
-        inverse: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        kernel.launch(mX, mOut, mK, mKOut, mCos, mSin, mPositions, inverse, stream)
-
-    if traits.positions is None:
-        return table_of_pairs_with_keys if traits.has_keys else table_of_pairs
-    return positions_with_keys if traits.has_keys else positions
+def fake_operands(traits: Traits) -> tuple:
+    """All tensors of the entry in its order, None for those that the op does not have."""
+    problem = traits.problem
+    fake = FakeOperands({"D": problem.head_dim, "half": problem.rotary_dim // 2})
+    dtypes = {"x": problem.dtype, "positions": traits.positions}
+    signature = signature_of(traits.rank, problem.dtype, problem.interleaved, traits.given)
+    tensors = {row.name: fake.row(row, dtypes) for row in signature.operands}
+    return tuple(map(tensors.get, entry_names()))

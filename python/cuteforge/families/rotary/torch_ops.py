@@ -12,77 +12,68 @@ import torch
 
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import reference
-from cuteforge.families.rotary.api import RotaryEmbedding
-from cuteforge.families.rotary.wrapper import (
-    SOURCE_NAMES,
-    Angles,
-    Heads,
-    angles_of,
-    check_heads,
-    class_arguments,
-    in_terms_of_q,
-    new_results,
-    run_rotary,
-)
+from cuteforge.families.rotary.operands import schema_of_angles
+from cuteforge.families.rotary.road import ONE, QUERIES_AND_KEYS, RotaryRoad, op_of
+from cuteforge.op.road import Invocation
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_inplace_op, register_op
 
 _TABLES = ("freqs_cis", "cos", "sin")
-_REST = "Tensor? freqs_cis, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, bool inverse"
+_REST = f"{schema_of_angles()}, bool interleaved, bool inverse"
 _NUM_REST = 6
 
 
-def _split(arguments: tuple) -> tuple[Heads, Angles, bool, bool]:
-    """Arguments of an op: one tensor of heads or two, where their angles are, the flags. Checked as by the wrappers."""
-    *sources, freqs_cis, cos, sin, positions, interleaved, inverse = arguments
-    for name, x in zip(SOURCE_NAMES[len(sources)], sources):
-        check_heads(x, name)
-    return tuple(sources), angles_of(freqs_cis, cos, sin, positions), interleaved, inverse
+def _call_of(arguments: tuple, in_place: bool = False) -> tuple[RotaryRoad, Invocation]:
+    """The arguments of an op as a call, checked as by the wrappers."""
+    *heads, freqs_cis, cos, sin, positions, interleaved, inverse = arguments
+    road = ONE if len(heads) == 1 else QUERIES_AND_KEYS
+    outputs = heads if in_place else [None] * len(heads)
+    tensors = (*heads, freqs_cis, cos, sin, positions, *outputs)
+    return road, road.validate(tensors, (interleaved, inverse))
 
 
 def _fake(*arguments: Any) -> Any:
-    sources, *_ = _split(arguments)
-    return _one_or_both(new_results(sources))
+    road, call = _call_of(arguments)
+    return _one_or_both(tuple(road.new_results(call).values()))
 
 
 def _cuda(*arguments: Any) -> Any:
-    sources, angles, interleaved, inverse = _split(arguments)
-    results = new_results(sources)
-    run_rotary(sources, results, angles, interleaved, inverse)
-    return _one_or_both(results)
+    road, call = _call_of(arguments)
+    return _one_or_both(road.launch(call))
 
 
 def _cuda_inplace(*arguments: Any) -> None:
-    sources, angles, interleaved, inverse = _split(arguments)
-    run_rotary(sources, sources, angles, interleaved, inverse)
+    road, call = _call_of(arguments, in_place=True)
+    road.launch(call)
 
 
 def _cpu(*arguments: Any) -> Any:
-    return _one_or_both(_rotate_on_cpu(*_split(arguments)))
+    return _one_or_both(_rotate_on_cpu(*_call_of(arguments)))
 
 
 def _cpu_inplace(*arguments: Any) -> None:
-    sources, *rest = _split(arguments)
-    for x, result in zip(sources, _rotate_on_cpu(sources, *rest)):
+    road, call = _call_of(arguments, in_place=True)
+    for x, result in zip(call.outputs.values(), _rotate_on_cpu(road, call)):
         x.copy_(result)
 
 
-def _rotate_on_cpu(sources: Heads, angles: Angles, interleaved: bool, inverse: bool) -> Heads:
+def _rotate_on_cpu(road: RotaryRoad, call: Invocation) -> tuple:
     """The reference, after the checks of the kernel, so that a model meets its errors there too."""
-    specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in (*sources, *angles))
-    positional, keys = class_arguments(specs, specs[: len(sources)])
+    inputs, (interleaved, inverse) = call.inputs, call.options
+    specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in inputs.items()}
+    results = {name: specs[head] for name, head in zip(road.outputs, road.heads)}
     try:
-        RotaryEmbedding(*positional, **keys, interleaved=interleaved).check_support()
+        op_of(specs, results, interleaved).check_support()
     except ContractError as error:
-        if len(sources) == 1:
+        if road is ONE:
             raise
-        raise in_terms_of_q(error) from error
-    table, positions = (angles[0], None) if len(angles) == 1 else (angles[:2], angles[2])
+        raise road.in_terms_of_caller(error) from error
+    table = inputs["freqs_cis"] if "freqs_cis" in inputs else (inputs["cos"], inputs["sin"])
     options = {"interleaved": interleaved, "inverse": inverse}
-    return tuple(reference.rotate(x, table, positions, **options) for x in sources)
+    return tuple(reference.rotate(inputs[name], table, inputs.get("positions"), **options) for name in road.heads)
 
 
-def _one_or_both(results: Heads) -> Any:
+def _one_or_both(results: tuple) -> Any:
     return results[0] if len(results) == 1 else results
 
 

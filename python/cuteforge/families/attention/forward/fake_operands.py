@@ -1,49 +1,25 @@
-"""Operands without memory, from which the compiled entries learn what to check: fixed extents, tied extents, alignment."""
+"""What a compiled entry of attention is compiled with: operands without memory, and scalars."""
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Float32, Int32
 
-from cuteforge.device.dtypes import DTYPES
-from cuteforge.families.attention.operands import BOOLEAN, INDEX, Layout, Row, entry_rows
+from cuteforge.device.fake_operands import FakeOperands
+from cuteforge.families.attention.operands import Layout, entry_rows
 from cuteforge.families.attention.problem import Problem
 
 
 def operands(problem: Problem, has_workspace: bool) -> tuple:
     """All tensors of an entry in its order, None for those that the op does not have."""
-    extents = {"D": problem.head_dim, "Dv": problem.v_dim}
+    fake = FakeOperands({"D": problem.head_dim, "Dv": problem.v_dim})
     layout = Layout(problem.queries, problem.keys, problem.mask_rank)
-    given = (row.name for row in entry_rows() if problem.takes(row.name))
-    names = {*given, "workspace"} if has_workspace else {*given}
-    return tuple(
-        _fake(row, row.dims(layout), problem.dtype, extents) if row.name in names else None for row in entry_rows()
-    )
 
+    def tensor(row):
+        dtype = problem.dtype if row.kind.has_rows else row.kind.dtypes[0]
+        return fake.tensor(row.dims(layout), dtype, row.kind.align_bytes)
 
-def _fake(row: Row, dims: str, dtype: str, extents: dict) -> cute.Tensor:
-    """A tensor of symbolic extents; equal terms are one object, so that the entry compares them."""
-    terms = dims.split()
-    shape = tuple(_extent(term, row, extents) for term in terms)
-    element = _element(row, dtype)
-    itemsize = element.width // 8
-    divisibility = row.kind.align_bytes // itemsize if row.kind.has_rows else 1
-    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in terms[:-1])
-    return make_fake_tensor(element, shape, (*strides, 1), assumed_align=row.kind.align_bytes)
-
-
-def _extent(term: str, row: Row, extents: dict):
-    if term not in extents:
-        # the workspace is measured in bytes
-        extents[term] = cute.sym_int64() if row.name == "workspace" else cute.sym_int()
-    return extents[term]
-
-
-def _element(row: Row, dtype: str):
-    if row.kind.has_rows:
-        return DTYPES[dtype]
-    return {INDEX: cutlass.Int32, BOOLEAN: cutlass.Uint8}.get(row.kind) or DTYPES[row.kind.dtypes[0]]
+    names = {row.name for row in entry_rows() if problem.takes(row.name)} | ({"workspace"} if has_workspace else set())
+    return tuple(tensor(row) if row.name in names else None for row in entry_rows())
 
 
 def scalars(problem: Problem) -> tuple:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
 from cuteforge.families.attention.problem import MAX_HEAD_DIM
-from cuteforge.op.base import APIBase, Sample, TupleDict
-from cuteforge.op.cache import run_op
+from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.readable import dense
+from cuteforge.op.road import Invocation, Road, Tensors
 from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
-from cuteforge.op.torch_library import asked_stream, call_op, check_layout, is_traced, refuse_grad
+from cuteforge.op.torch_library import call_op, check_layout, is_traced, refuse_grad
+from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
@@ -78,7 +81,7 @@ class MergeState(APIBase):
         traits = MergeTraits(self.samples["o_a"].dtype, dims["D"], _LAYOUTS[self._rank][0])
         return KernelKey("cuteforge.families.attention.merge.kernel:build", traits, arch.name)
 
-    def _is_empty(self, operands: tuple) -> bool:
+    def is_empty(self, operands: tuple) -> bool:
         return operands[4].numel() == 0  # out
 
 
@@ -103,33 +106,39 @@ def merge_state(
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
     """
-    check_outputs(o_a)
-    inputs = (o_a, lse_a, o_b, lse_b)
-    refuse_grad(INPUT_NAMES, inputs, "merge_state")
-    with asked_stream(stream, *inputs):
-        if is_traced(o_a):
-            results = call_op("merge_state", dict(zip(INPUT_NAMES, inputs)), inputs)
-        else:
-            results = run_merge(inputs)
+    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream=stream)
     return TupleDict(out=results[0], lse=results[1])
 
 
-def run_merge(inputs: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), launched on CUDA tensors that neither autograd nor torch.compile tracks."""
-    o_a = inputs[0]
-    results = new_merged(o_a)
-    key = ("merge_state", o_a.dtype, o_a.dim(), o_a.shape[-1], o_a.get_device())
-    run_op(key, _make, inputs, _launch, None, (results,))
-    return results
+class MergeRoad(Road):
+    """The road of `merge_state`."""
+
+    inputs = INPUT_NAMES
+    copy = staticmethod(dense)
+
+    def validate(self, tensors: tuple, options: tuple = (), length: int | None = None) -> Invocation:
+        check_outputs(tensors[0])
+        refuse_grad(INPUT_NAMES, tensors, "merge_state")
+        return Invocation(dict(zip(INPUT_NAMES, tensors)))
+
+    def is_followed(self, call: Invocation) -> bool:
+        return is_traced(call.inputs["o_a"])
+
+    def dispatch(self, call: Invocation) -> tuple:
+        return call_op("merge_state", call.inputs, tuple(call.inputs.values()))
+
+    def new_results(self, call: Invocation) -> Tensors:
+        return dict(zip(("out", "lse"), new_merged(call.inputs["o_a"])))
+
+    def op_key(self, call: Invocation) -> Hashable:
+        o_a = call.inputs["o_a"]
+        return ("merge_state", o_a.dtype, o_a.dim(), o_a.shape[-1], o_a.get_device())
+
+    def make(self, call: Invocation, results: Tensors) -> MergeState:
+        return MergeState(**call.inputs, **results)
 
 
-def _make(*call: Any) -> MergeState:
-    *inputs, results = call
-    return MergeState(*inputs, *results)
-
-
-def _launch(op: MergeState, inputs: tuple, results: tuple) -> None:
-    op._launch((*inputs, *results))
+ROAD = MergeRoad()
 
 
 def new_merged(o_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from cuteforge.device.math import fast_divisor, select
+from cuteforge.device.traced import Operands as NamedOperands
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.operands import DEVICE_NAMES
 from cuteforge.families.attention.work.band import Band
@@ -19,15 +20,14 @@ LITTLE_BYTES = 192 * 2**20
 L2_BYTES = 24 * 2**20  # for keys and values that are read again and again: half of the L2 of most GPUs
 
 
-class Operands(TraceConstant):
+class Operands(NamedOperands):
     """The operands of a kernel: its tensors by their names in `operands.ROWS`, mQ and so on, and `left`, `right` and
     `softcap`. None for those that the op does not have."""
 
     SCALARS = ("left", "right", "softcap")
 
     def __init__(self, *given):
-        for name, value in zip((*DEVICE_NAMES, *self.SCALARS), given, strict=True):
-            setattr(self, name, value)
+        super().__init__((*DEVICE_NAMES, *self.SCALARS), given)
 
 
 class Divisors(NamedTuple):

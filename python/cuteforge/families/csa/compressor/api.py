@@ -18,43 +18,14 @@ from cuteforge.families.csa.compressor.config import (
     select_traits,
     workspace_bytes,
 )
-from cuteforge.op.alike import ANY_SHAPE
+from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, ROWS, entry_names, given_of, signature_of
 from cuteforge.op.base import APIBase, Sample
-from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
+from cuteforge.op.guards import ANY_SHAPE
+from cuteforge.op.operand_table import entry_operands
+from cuteforge.op.signature import Dims, Signature, TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
-
-FLOATS = ("bfloat16", "float16", "float32")
-
-
-def _run_bytes(dims: Dims) -> int:
-    """Alignment of base and rows: that of the widest access, up to 16 bytes, which divides half a row."""
-    row_bytes = max(dims["d"], 1) * dims["itemsize"]  # no columns are refused later, by name
-    return min(16, row_bytes & -row_bytes)
-
-
-def _rows(name: str, dims: str, dtypes: tuple[str, ...], role: str = "in") -> Operand:
-    """A matrix that the kernels read or write in runs; they step over its rows with a 32-bit pitch."""
-    return Operand(name, dims, dtypes, align_bytes=_run_bytes, role=role, max_pitch_bytes=2**31 - 1)
-
-
-_INPUTS = (
-    _rows("kv", "T coff*d", FLOATS),
-    _rows("score", "T coff*d", ("=kv",)),
-    Operand("ape", "ratio coff*d", ("float32",), align_bytes=4),
-    Operand("cu_seqlens", "B+1", ("int32",), align_bytes=4),
-    Operand("cu_seqlens_comp", "B+1", ("int32",), align_bytes=4),
-)
-_GRADIENTS = (
-    _rows("grad_out", "N d", ("=kv",)),
-    _rows("grad_kv", "T coff*d", ("=kv",), role="out"),
-    _rows("grad_score", "T coff*d", ("=kv",), role="out"),
-    Operand("grad_ape", "ratio coff*d", ("float32",), align_bytes=4, role="out"),
-)
-FORWARD = Signature(*_INPUTS, _rows("out", "N d", ("=kv",), role="out"))
-BACKWARD_ATOMIC = Signature(*_INPUTS, *_GRADIENTS)
-BACKWARD = Signature(*_INPUTS, *_GRADIENTS, Operand("workspace", "W", ("uint8",), align_bytes=16, role="scratch"))
 
 
 class _Compressor(APIBase):
@@ -62,11 +33,13 @@ class _Compressor(APIBase):
 
     _BUILDER: str
     _BACKWARD: bool
-    _varying = {
-        **dict.fromkeys(("kv", "score", "grad_out", "grad_kv", "grad_score", "out"), 0),
-        **dict.fromkeys(("ape", "cu_seqlens", "cu_seqlens_comp"), ANY_SHAPE),
+    # of rows that are read in runs the number; of an output of fixed extents nothing
+    varying = {
+        row.name: 0 if row.operand.max_pitch_bytes else ANY_SHAPE
+        for row in ROWS
+        if row.operand.max_pitch_bytes or not row.operand.is_written
     }
-    _agreeing = ("kv",)
+    agreeing = ("kv",)
     deterministic: bool = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -90,7 +63,7 @@ class _Compressor(APIBase):
             raise ContractError(_too_few_tokens(dims["N"], dims["T"], self.ratio))
 
     def _traits(self, dims: Dims, arch: Arch) -> Traits:
-        problem = Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff)
+        problem = Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff, given_of(self.samples))
         return select_traits(problem, arch, self._BACKWARD, self.deterministic)
 
     def _check_arch(self, dims: Dims, arch: Arch) -> None:
@@ -111,13 +84,13 @@ class _Compressor(APIBase):
     def _check_operands(self, operands: tuple) -> None:
         try:
             # `operands[5]` has a row for each output row
-            fits = self._agree(operands[0]) or operands[5].shape[0] == 0
+            fits = self.agree(operands[0]) or operands[5].shape[0] == 0
         except (AttributeError, IndexError):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
 
-    def _agree(self, kv: torch.Tensor) -> bool:
+    def agree(self, kv: torch.Tensor) -> bool:
         """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
         return kv.shape[0] >= self.ratio
 
@@ -143,7 +116,7 @@ class CSACompressorForward(_Compressor):
     -inf only gives NaN. The result is the same bits at every run.
     """
 
-    signature: Signature = FORWARD
+    signature: Signature = signature_of(FORWARD)
     _BUILDER = "cuteforge.families.csa.compressor.forward:build"
     _BACKWARD = False
 
@@ -180,7 +153,7 @@ class CSACompressorForward(_Compressor):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
+        self.launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
 
 class CSACompressorBackward(_Compressor):
@@ -217,12 +190,14 @@ class CSACompressorBackward(_Compressor):
         deterministic: bool = True,
     ) -> None:
         self.deterministic: bool = flag("deterministic", deterministic)
-        self.signature: Signature = BACKWARD if self.deterministic else BACKWARD_ATOMIC
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
+        self.signature: Signature = signature_of(BACKWARD, tuple(workspace))
         super().__init__(
             ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp,
             grad_out=grad_out, grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape, **workspace,
         )  # fmt: skip
+        if not self.deterministic:
+            self.entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
 
     def workspace_bytes(self) -> int:
@@ -269,8 +244,8 @@ class CSACompressorBackward(_Compressor):
             operands = (*operands, workspace)
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
-        self._launch(operands, stream)
+            refuse_atomics_if_asked()
+        self.launch(operands, stream)
 
     def bind(
         self,
@@ -284,7 +259,7 @@ class CSACompressorBackward(_Compressor):
             named["workspace"] = workspace
         else:
             _check_no_workspace(workspace)
-            _refuse_atomics_if_asked()
+            refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
     def _check_operands(self, operands: tuple) -> None:
@@ -354,7 +329,7 @@ def _check_no_workspace(workspace: Any) -> None:
         raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
 
 
-def _refuse_atomics_if_asked() -> None:
+def refuse_atomics_if_asked() -> None:
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (

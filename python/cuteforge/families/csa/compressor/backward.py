@@ -11,14 +11,14 @@ dz = fma(p, -sum t, t).
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
-from cuteforge.device.traced import named_kernel
+from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.ape_gradient import ApeReduction, ApeSums
 from cuteforge.families.csa.compressor.config import Traits
-from cuteforge.families.csa.compressor.fake_operands import backward_operands
+from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.operands import BACKWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
 from cuteforge.families.csa.compressor.row_lanes import NO_ROW, RowLane, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
@@ -28,7 +28,7 @@ from cuteforge.runtime.build import Build
 
 @named_kernel("csa_compressor_backward")
 class Backward:
-    """The kernels for one `Traits`. `with_workspace` and `with_atomics` are the two host entries."""
+    """The kernels for one `Traits`; calling it launches."""
 
     def __init__(self, traits: Traits):
         self.traits = traits
@@ -36,55 +36,30 @@ class Backward:
         self.arithmetic = Fast if traits.tile.split_window and traits.problem.dtype != "float32" else Accurate
 
     @cute.jit
-    def with_workspace(
-        self,
-        mKV: cute.Tensor,
-        mScore: cute.Tensor,
-        mApe: cute.Tensor,
-        mCu: cute.Tensor,
-        mCuComp: cute.Tensor,
-        mGradOut: cute.Tensor,
-        mGradKV: cute.Tensor,
-        mGradScore: cute.Tensor,
-        mGradApe: cute.Tensor,
-        mWorkspace: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Partial sums of the gradient of ape in the workspace, then their sum in a fixed order."""
-        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
-        shape = (self.traits.problem.head_dim, self.traits.problem.window, num_groups)
-        mSums = cute.make_tensor(cute.recast_ptr(mWorkspace.iterator, dtype=Float32), cute.make_layout(shape))
-        operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
-        self._launch(operands, mSums, num_groups, run_log2, stream)
-        ApeReduction(self.traits).launch(mSums, self._by_window_entry(mGradApe, 1), num_groups, stream)
+    def __call__(self, *arguments):
+        """Args: arguments: the tensors of `entry_names(BACKWARD)`, None for those that the op does not have; the CTAs
+        that fill the GPU once; the stream.
+        """
+        *given, max_ctas, stream = arguments
+        ops = Operands(device_names(BACKWARD), given)
+        num_groups, run_log2 = self._plan(ops, max_ctas)
+        if cutlass.const_expr(self.traits.deterministic):
+            # partial sums of the gradient of ape in the workspace, then their sum in a fixed order
+            shape = (self.traits.problem.head_dim, self.traits.problem.window, num_groups)
+            sums = cute.recast_ptr(ops.mWorkspace.iterator, dtype=Float32)
+            mSums = cute.make_tensor(sums, cute.make_layout(shape))
+            self._launch(tuple(given), mSums, num_groups, run_log2, stream)
+            ApeReduction(self.traits).launch(mSums, self._by_window_entry(ops.mGradApe, 1), num_groups, stream)
+        else:
+            # all CTAs add to the gradient of ape, which is zeroed first
+            mSums = self._by_window_entry(ops.mGradApe, num_groups)
+            ApeReduction(self.traits).launch(mSums, mSums, Int32(0), stream)
+            self._launch(tuple(given), mSums, num_groups, run_log2, stream)
 
-    @cute.jit
-    def with_atomics(
-        self,
-        mKV: cute.Tensor,
-        mScore: cute.Tensor,
-        mApe: cute.Tensor,
-        mCu: cute.Tensor,
-        mCuComp: cute.Tensor,
-        mGradOut: cute.Tensor,
-        mGradKV: cute.Tensor,
-        mGradScore: cute.Tensor,
-        mGradApe: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        """All CTAs add to the gradient of ape, which is zeroed first."""
-        num_groups, run_log2 = self._plan(mKV, mGradOut, max_ctas)
-        mSums = self._by_window_entry(mGradApe, num_groups)
-        ApeReduction(self.traits).launch(mSums, mSums, Int32(0), stream)
-        operands = (mKV, mScore, mApe, mCu, mCuComp, mGradOut, mGradKV, mGradScore)
-        self._launch(operands, mSums, num_groups, run_log2, stream)
-
-    def _plan(self, mKV, mGradOut, max_ctas):
+    def _plan(self, ops: Operands, max_ctas):
         """As `row_plan`. Zero filling is shared out with the rows, so tokens without rows count as rows as well."""
         ratio = self.traits.problem.ratio
-        rows = cutlass.max(mGradOut.shape[0], (mKV.shape[0] + ratio - 1) // ratio)
+        rows = cutlass.max(ops.mGradOut.shape[0], (ops.mKv.shape[0] + ratio - 1) // ratio)
         return row_plan(self.traits, rows, max_ctas)
 
     def _by_window_entry(self, mGradApe, num_groups):
@@ -96,39 +71,29 @@ class Backward:
         )
 
     @cute.jit
-    def _launch(self, operands, mSums, num_groups: Int32, run_log2: Int32, stream: cuda.CUstream):
+    def _launch(self, given: tuple, mSums: cute.Tensor, num_groups: Int32, run_log2: Int32, stream: cuda.CUstream):
         if num_groups > 0:
-            self.kernel(*operands, mSums, run_log2).launch(
+            self.kernel(given, mSums, run_log2).launch(
                 **launch_shape(self.traits, num_groups),
                 stream=stream,
                 use_pdl=self.traits.dependent_launch and not self.traits.deterministic,
             )
 
     @cute.kernel
-    def kernel(
-        self,
-        mKV: cute.Tensor,
-        mScore: cute.Tensor,
-        mApe: cute.Tensor,
-        mCu: cute.Tensor,
-        mCuComp: cute.Tensor,
-        mGradOut: cute.Tensor,
-        mGradKV: cute.Tensor,
-        mGradScore: cute.Tensor,
-        mSums: cute.Tensor,
-        run_log2: Int32,
-    ):
+    def kernel(self, given: tuple, mSums: cute.Tensor, run_log2: Int32):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         tile = self.traits.tile
-        rows = RowLane(self.traits, mCu, mCuComp, mKV.shape[0], mGradOut.shape[0], run_log2)
-        window = WindowStream(rows, smem, mKV, mScore, mGradOut)
+        ops = Operands(device_names(BACKWARD), given)
+        num_rows = ops.mGradOut.shape[0]
+        rows = RowLane(self.traits, ops, num_rows, run_log2)
+        window = WindowStream(rows, smem, ops)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
-        outputs = (Rows(mGradKV), Rows(mGradScore))
-        ape = window.load_ape(mApe)
+        outputs = (Rows(ops.mGradKv), Rows(ops.mGradScore))
+        ape = window.load_ape(ops.mApe)
         state = window.start()
-        ZeroFill(rows, mGradOut.shape[0], outputs).run()
+        ZeroFill(rows, num_rows, outputs).run()
         sums = ApeSums(window, mSums)
         stage = Int32(0)
         for step in cutlass.range(rows.count, unroll=1):
@@ -240,7 +205,4 @@ class Backward:
 
 def build(traits: Traits) -> Build:
     """The kernels for `traits`, for `runtime.compile_cache`."""
-    backward = Backward(traits)
-    host = backward.with_workspace if traits.deterministic else backward.with_atomics
-    operands = backward_operands(traits.problem, traits.deterministic)
-    return Build(host, (*operands, Int32(1), make_fake_stream()), "csa_compressor_backward")
+    return build_entry(Backward(traits), BACKWARD)

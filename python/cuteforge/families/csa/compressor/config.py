@@ -19,12 +19,17 @@ SMEM_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Problem:
-    """Facts of a call that fix the arithmetic."""
+    """Facts of a call that fix the arithmetic.
+
+    Attributes:
+        given: the operands of `operands.ROWS` that the op has though it could do without, in the order of the rows.
+    """
 
     dtype: str
     head_dim: int
     ratio: int
     coff: int
+    given: tuple[str, ...] = ()
 
     @property
     def window(self) -> int:
@@ -80,6 +85,10 @@ class Traits:
     backward: bool = False
     deterministic: bool = True
     dependent_launch: bool = False  # sm_90 and up: a kernel may start before the one it waits for has ended
+
+    def takes(self, name: str) -> bool:
+        """Whether the op has an optional operand."""
+        return self.deterministic if name == "workspace" else name in self.problem.given
 
     @property
     def slots(self) -> int:

@@ -3,15 +3,14 @@
 One source for sm_80 and up, every ratio, coff, head dim and dtype. Memory-bound: window.py says how the bytes are kept in flight.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import Rows
-from cuteforge.device.traced import named_kernel
+from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.config import Traits
-from cuteforge.families.csa.compressor.fake_operands import forward_operands
+from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.operands import FORWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
 from cuteforge.families.csa.compressor.row_lanes import RowLane, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
@@ -27,41 +26,26 @@ class Forward:
         self.arithmetic = Accurate if traits.problem.dtype == "float32" else Fast
 
     @cute.jit
-    def __call__(
-        self,
-        mKV: cute.Tensor,
-        mScore: cute.Tensor,
-        mApe: cute.Tensor,
-        mCu: cute.Tensor,
-        mCuComp: cute.Tensor,
-        mOut: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        if mOut.shape[0] > 0:
-            groups, run_log2 = row_plan(self.traits, mOut.shape[0], max_ctas)
-            self.kernel(mKV, mScore, mApe, mCu, mCuComp, mOut, run_log2).launch(
-                **launch_shape(self.traits, groups), stream=stream
-            )
+    def __call__(self, *arguments):
+        """Args: arguments: the tensors of `entry_names(FORWARD)`, None for those that the op does not have; the CTAs that
+        fill the GPU once; the stream.
+        """
+        *given, max_ctas, stream = arguments
+        num_rows = Operands(device_names(FORWARD), given).mOut.shape[0]
+        if num_rows > 0:
+            groups, run_log2 = row_plan(self.traits, num_rows, max_ctas)
+            self.kernel(tuple(given), run_log2).launch(**launch_shape(self.traits, groups), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        mKV: cute.Tensor,
-        mScore: cute.Tensor,
-        mApe: cute.Tensor,
-        mCu: cute.Tensor,
-        mCuComp: cute.Tensor,
-        mOut: cute.Tensor,
-        run_log2: Int32,
-    ):
+    def kernel(self, given: tuple, run_log2: Int32):
+        ops = Operands(device_names(FORWARD), given)
         smem = cutlass.memory.SmemAllocator()
         split_window = self.traits.tile.split_window
-        rows = RowLane(self.traits, mCu, mCuComp, mKV.shape[0], mOut.shape[0], run_log2)
-        window = WindowStream(rows, smem, mKV, mScore)
+        rows = RowLane(self.traits, ops, ops.mOut.shape[0], run_log2)
+        window = WindowStream(rows, smem, ops)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
-        out = Rows(mOut)
-        ape = window.load_ape(mApe)
+        out = Rows(ops.mOut)
+        ape = window.load_ape(ops.mApe)
         state = window.start()
         stage = Int32(0)
         for step in cutlass.range(rows.count, unroll=1):
@@ -91,6 +75,4 @@ class Forward:
 
 def build(traits: Traits) -> Build:
     """The kernel for `traits`, for `runtime.compile_cache`."""
-    return Build(
-        Forward(traits), (*forward_operands(traits.problem), Int32(1), make_fake_stream()), "csa_compressor_forward"
-    )
+    return build_entry(Forward(traits), FORWARD)

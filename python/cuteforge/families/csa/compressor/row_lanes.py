@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.traced import TraceConstant
+from cuteforge.device.traced import Operands, TraceConstant
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.segments import WARP, warp_bracket
 
@@ -18,13 +18,13 @@ class RowLane(TraceConstant):
     Runs of ``2**run_log2`` rows go to the lanes in turn.
     """
 
-    def __init__(self, traits: Traits, mCu, mCuComp, num_tokens, num_rows, run_log2):
+    def __init__(self, traits: Traits, ops: Operands, num_rows, run_log2):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
         self.traits = traits
-        self.mCu, self.mCuComp = mCu, mCuComp
-        self.num_tokens, self.num_segments = num_tokens, mCu.shape[0] - 1
+        self.mCuSeqlens, self.mCuSeqlensComp = ops.mCuSeqlens, ops.mCuSeqlensComp
+        self.num_tokens, self.num_segments = ops.mKv.shape[0], ops.mCuSeqlens.shape[0] - 1
         self.lane = tidx % WARP
         self.warp = cute.arch.make_warp_uniform(tidx // WARP)
         self.grid_warp = bidx * traits.tile.num_warps + self.warp
@@ -75,7 +75,7 @@ class RowLane(TraceConstant):
     def _find_segment(self, row: Int32):
         """State of the segment that holds `row`; outside every segment there are no blocks."""
         segment, row_begin, row_end, token_begin, token_end = warp_bracket(
-            self.mCuComp, self.mCu, self.num_segments + 1, row, self.lane
+            self.mCuSeqlensComp, self.mCuSeqlens, self.num_segments + 1, row, self.lane
         )
         begin = row
         end = Int32(ROW_LIMIT)

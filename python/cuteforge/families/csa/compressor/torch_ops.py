@@ -11,66 +11,63 @@ import torch
 
 from cuteforge.families.csa.compressor import reference
 from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward
-from cuteforge.families.csa.compressor.wrapper import (
-    check_sizes,
-    new_gradients,
-    row_count,
-    run_backward,
-    run_forward,
-)
-from cuteforge.op.cache import readable
+from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, schema_of
+from cuteforge.families.csa.compressor.road import BACKWARD_ROAD, FORWARD_ROAD, row_count
+from cuteforge.op.readable import readable
+from cuteforge.op.road import Invocation
 from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import register_op
 
-_INPUTS = "Tensor kv, Tensor score, Tensor ape, Tensor cu_seqlens, Tensor cu_seqlens_comp"
-_FORWARD = f"csa_compressor_forward({_INPUTS}, SymInt total_comp, int ratio, int coff) -> Tensor"
-_BACKWARD = (
-    f"csa_compressor_backward({_INPUTS}, Tensor grad_out, int ratio, int coff, bool deterministic) "
-    "-> (Tensor, Tensor, Tensor)"
-)
+_FORWARD = f"{FORWARD}({schema_of(FORWARD)}, SymInt total_comp, int ratio, int coff) -> Tensor"
+_BACKWARD = f"{BACKWARD}({schema_of(BACKWARD)}, int ratio, int coff, bool deterministic) -> (Tensor, Tensor, Tensor)"
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward_fake(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio: int, coff: int) -> torch.Tensor:
-    check_sizes(kv, None, ratio, coff)
-    return kv.new_empty((total_comp, kv.shape[1] // coff))
+def _forward_call(*arguments: Any) -> Invocation:
+    """The arguments of the op as a call, checked as by the wrapper."""
+    *inputs, total_comp, ratio, coff = arguments
+    return FORWARD_ROAD.validate(tuple(inputs), (ratio, None, coff), total_comp)
 
 
-def _backward_fake(
-    kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int, deterministic: bool
-) -> Gradients:
-    check_sizes(kv, None, ratio, coff)
-    return new_gradients(kv, ratio)
+def _backward_call(*arguments: Any) -> Invocation:
+    *inputs, ratio, coff, deterministic = arguments
+    return BACKWARD_ROAD.validate(tuple(inputs), (ratio, None, coff, deterministic))
 
 
-def _forward_cuda(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio: int, coff: int) -> torch.Tensor:
-    check_sizes(kv, None, ratio, coff)
-    return run_forward((kv, score, ape, cu_seqlens, cu_seqlens_comp), row_count(total_comp), ratio, coff)
+def _forward_fake(*arguments: Any) -> torch.Tensor:
+    return FORWARD_ROAD.new_results(_forward_call(*arguments))["out"]
 
 
-def _backward_cuda(
-    kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int, deterministic: bool
-) -> Gradients:
-    check_sizes(kv, None, ratio, coff)
-    return run_backward((kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), ratio, coff, deterministic)
+def _backward_fake(*arguments: Any) -> Gradients:
+    return tuple(BACKWARD_ROAD.new_results(_backward_call(*arguments)).values())
 
 
-def _forward_cpu(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio: int, coff: int) -> torch.Tensor:
-    check_sizes(kv, None, ratio, coff)
-    inputs = tuple(map(readable, (kv, score, ape, cu_seqlens, cu_seqlens_comp)))
-    out = _forward_fake(*inputs, row_count(total_comp), ratio, coff)
-    _check_as_kernel(CSACompressorForward, (*inputs, out), ratio, coff)
-    return reference.compress_forward(*inputs, total_comp, ratio, coff)
+def _forward_cuda(*arguments: Any) -> torch.Tensor:
+    call = _forward_call(*arguments)
+    row_count(call.length)  # of fake tensors it may be a symbol
+    return FORWARD_ROAD.launch(call)[0]
 
 
-def _backward_cpu(
-    kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio: int, coff: int, deterministic: bool
-) -> Gradients:
+def _backward_cuda(*arguments: Any) -> Gradients:
+    return BACKWARD_ROAD.launch(_backward_call(*arguments))
+
+
+def _forward_cpu(*arguments: Any) -> torch.Tensor:
+    call = _forward_call(*arguments)
+    row_count(call.length)
+    inputs, results = tuple(map(readable, call.inputs.values())), FORWARD_ROAD.new_results(call)
+    ratio, coff, _ = call.options
+    _check_as_kernel(CSACompressorForward, (*inputs, *results.values()), ratio, coff)
+    return reference.compress_forward(*inputs, call.length, ratio, coff)
+
+
+def _backward_cpu(*arguments: Any) -> Gradients:
     """Always in one order, whatever `deterministic` says."""
-    check_sizes(kv, None, ratio, coff)
-    inputs = tuple(map(readable, (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)))
-    _check_as_kernel(CSACompressorBackward, (*inputs, *new_gradients(kv, ratio)), ratio, coff)
+    call = _backward_call(*arguments)
+    inputs, results = tuple(map(readable, call.inputs.values())), BACKWARD_ROAD.new_results(call)
+    ratio, coff, _ = call.options
+    _check_as_kernel(CSACompressorBackward, (*inputs, *results.values()), ratio, coff)
     return tuple(reference.compress_backward(*inputs, ratio, coff))
 
 

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, cute
 
 from cuteforge.device.copy import ReadOnce, Rows, copy_or_zero, load_fp32, smem_run, store_run
 from cuteforge.device.math import select
-from cuteforge.device.traced import TraceConstant
+from cuteforge.device.traced import Operands, TraceConstant
 from cuteforge.families.csa.compressor.row_lanes import NO_ROW, RowLane
 from cuteforge.families.csa.compressor.segments import WARP
 
@@ -20,7 +20,7 @@ from cuteforge.families.csa.compressor.segments import WARP
 class WindowStream(TraceConstant):
     """The windows of this warp's rows, in its columns. What the row loop changes, the segment state and the ring slot, is passed in and out."""
 
-    def __init__(self, rows: RowLane, smem, mKV, mScore, mGradOut=None):
+    def __init__(self, rows: RowLane, smem, ops: Operands):
         traits = rows.traits
         self.traits, self.rows = traits, rows
         self.lane, self.warp = rows.lane, rows.warp
@@ -31,11 +31,11 @@ class WindowStream(TraceConstant):
         if traits.tile.split_window:
             self.block = self.warp // traits.warps_per_block if traits.problem.coff == 2 else 0
             self.first_place = self.warp % traits.warps_per_block * traits.slots
-        self._allocate(smem, mKV.element_type)
-        self.inputs = (Rows(mKV), Rows(mScore))
+        self._allocate(smem, ops.mKv.element_type)
+        self.inputs = (Rows(ops.mKv), Rows(ops.mScore))
         # backward it makes no difference, or costs 4 % (3x8192, d 512), 6 % from half a gigabyte on
         self.hint = None if traits.backward else ReadOnce()
-        self.grad_out = Rows(mGradOut) if traits.backward else None
+        self.grad_out = Rows(ops.mGradOut) if traits.backward else None
         self.copies = [self._copy_lane(part) for part in range(traits.copy_rounds)]
 
     def _allocate(self, smem, dtype) -> None:

@@ -19,7 +19,7 @@ class ZeroFill(TraceConstant):
     def __init__(self, rows: RowLane, num_rows, outputs: tuple[Rows, Rows]):
         self.rows = rows
         self.problem = rows.traits.problem
-        self.mCu, self.mCuComp = rows.mCu, rows.mCuComp
+        self.mCuSeqlens, self.mCuSeqlensComp = rows.mCuSeqlens, rows.mCuSeqlensComp
         self.num_tokens, self.num_rows = rows.num_tokens, num_rows
         self.outputs = outputs
 
@@ -41,11 +41,11 @@ class ZeroFill(TraceConstant):
     def _blocks_around(self, token: Int32):
         """(block of the token in its segment, first block with an output row, one past the last); no blocks outside every segment."""
         num_segments = self.rows.num_segments
-        segment = lane_count_le(self.mCu, num_segments + 1, token) - 1
+        segment = lane_count_le(self.mCuSeqlens, num_segments + 1, token) - 1
         block, first, end = Int32(0), Int32(0), Int32(0)
         if segment >= 0 and segment < num_segments:
-            token_begin, token_end = self.mCu[segment], self.mCu[segment + 1]
-            row_begin, row_end = self.mCuComp[segment], self.mCuComp[segment + 1]
+            token_begin, token_end = self.mCuSeqlens[segment], self.mCuSeqlens[segment + 1]
+            row_begin, row_end = self.mCuSeqlensComp[segment], self.mCuSeqlensComp[segment + 1]
             if token_begin >= 0:
                 block = (token - token_begin) // self.problem.ratio
                 first = cutlass.max(-row_begin, 0)

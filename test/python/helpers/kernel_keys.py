@@ -20,6 +20,7 @@ def kernel_keys() -> dict[str, KernelKey]:
     appending = {"keys": "pages", "lengths": "seqlens", "appends": True, "has_rows": True, "has_left": True}
     masked = {"keys": "packed", "mask_rank": 2, "has_lse": True, "causal": True, "has_softcap": True}
     packed = {"keys": "packed", "causal": True, "has_lse": True, "has_sinks": True}
+    rotated = rotary.Problem("bfloat16", 128, 64, True)
     window = compressor.Problem("bfloat16", 128, 4, 2)
     attention = {
         "attention decode": select_decode(problem_of("bfloat16", 64, 64, "single", **appending), 4, arch, True),
@@ -28,7 +29,7 @@ def kernel_keys() -> dict[str, KernelKey]:
     }
     others = {
         "attention merge": ("attention.merge.kernel", MergeTraits("bfloat16", 64, "packed")),
-        "rotary": ("rotary.kernel", rotary.Traits(rotary.Problem("bfloat16", 128, 64, True), 4, True, "int32")),
+        "rotary": ("rotary.kernel", rotary.Traits(rotated, 4, ("k", "k_out", "cos", "sin", "positions"), "int32")),
         "csa forward": ("csa.compressor.forward", compressor.select_traits(window, arch, False)),
         "csa backward": ("csa.compressor.backward", compressor.select_traits(window, arch, True)),
     }

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -485,7 +485,7 @@ def test_child_forked_during_a_compile_can_compile(root, tmp_path):
     load_kernel(tiny_key())
     lock, in_flight = compile_cache._cache.compile_lock, compile_cache._cache._in_flight
     key = tiny_key(num_threads=64)
-    in_flight[key.identity] = compile_cache.Future()
+    in_flight[key.identity] = Future()
     lock.acquire()
     try:
         child = os.fork()

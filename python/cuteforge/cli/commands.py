@@ -1,4 +1,7 @@
-"""The commands and their options. Imports nothing that a command needs, so that the help works where something is missing."""
+"""The commands and their options.
+
+Imports nothing that a command needs, so that the help works where something is missing.
+"""
 
 from __future__ import annotations
 

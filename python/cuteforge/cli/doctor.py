@@ -1,4 +1,7 @@
-"""`doctor`: what is installed, what runs on this machine, and why not otherwise. Reports whatever is missing; never raises."""
+"""`doctor`: what is installed, what runs on this machine, and why not otherwise.
+
+It reports whatever is missing and never raises.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,8 @@ def _describe_gpu(index: int) -> str:
     import torch
 
     p = torch.cuda.get_device_properties(index)
-    return f"{p.name}, compute capability {p.major}.{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+    size = f"{p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+    return f"{p.name}, compute capability {p.major}.{p.minor}, {size}"
 
 
 def _compiler() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cuteforge import apply_rotary_emb, attention, compress, explain
-from cuteforge.cli.families.attention import paged_sample
+from cuteforge.cli.families.attention import Sizes, paged_sample
 from cuteforge.errors import ContractError
 from cuteforge.families.attention.explain import describe
 from cuteforge.runtime.arch import resolve_arch
@@ -40,13 +40,13 @@ def run(function: str, arch: str | None = None, dtype: str = "bfloat16", **sizes
     return 1 if getattr(decision, "chosen", "cuda") is None else 0
 
 
-def _attention(arch: str, dtype: str, sizes: Mapping[str, Any]) -> Any:
-    requests, heads, kv_heads, d = (sizes[name] for name in ("requests", "heads", "kv_heads", "head_dim"))
-    if sizes["page_size"] is not None:
-        return describe(paged_sample(dtype=dtype, **sizes), resolve_arch(arch, None))
-    q = _tensor(dtype, requests, sizes["tokens"], heads, d)
-    k = _tensor(dtype, requests, sizes["keys"], kv_heads, d)
-    return explain(attention, q, k, k, is_causal=sizes["causal"], arch=arch)
+def _attention(arch: str, dtype: str, given: Mapping[str, Any]) -> Any:
+    sizes = Sizes(dtype=dtype, **given)
+    if sizes.page_size is not None:
+        return describe(paged_sample(sizes), resolve_arch(arch, None))
+    q = _tensor(dtype, sizes.requests, sizes.tokens, sizes.heads, sizes.head_dim)
+    k = _tensor(dtype, sizes.requests, sizes.keys, sizes.kv_heads, sizes.head_dim)
+    return explain(attention, q, k, k, is_causal=sizes.causal, arch=arch)
 
 
 def _rotary(arch: str, dtype: str, sizes: Mapping[str, Any]) -> Any:

@@ -4,10 +4,10 @@ A trace executes the builder's module and what that imports, directly or not. Th
 others of the package do not. They are found from the text of the files: nothing is imported for it.
 
 Files are searched for import statements, not parsed: for the 44 files of prefill on sm_90a that takes 10 ms, reading
-included, and `ast.parse` 95 ms. Every process pays it before it loads its first kernel from disk. The search finds every
-statement that a parser finds, and sometimes a sentence that looks like one. That adds a file to the digest, and never
-leaves one out. A unit test compares it with the syntax trees of all files of the package, and a compile test with the
-modules that a process which compiles the kernel has really imported.
+included, and `ast.parse` 95 ms. Every process pays it before it loads its first kernel from disk. The search finds
+every statement that a parser finds, and sometimes a sentence that looks like one. That adds a file to the digest, and
+never leaves one out. A unit test compares it with the syntax trees of all files of the package, and a compile test with
+the modules that a process which compiles the kernel has really imported.
 
 Why the digest is of bytes, comments included: to tell comments from code takes a parser again, and where the compiler
 is asked for line numbers a comment does change the machine code. A comment in a file that a kernel is traced from

@@ -12,7 +12,8 @@ from cuteforge import CSACompressorBackward, CSACompressorForward, TensorSpec
 from cuteforge.cli.families import Case, Presets
 from cuteforge.families.csa.compressor import reference
 
-# Long, short and empty segments: some give no row at ratio 4 (3 tokens), some none at ratio 128 (127), most have a tail.
+# Long, short and empty segments: some give no row at ratio 4 (3 tokens), some none at ratio 128 (127), most have a
+# tail.
 SEGMENT_LENGTHS = (8195, 0, 1, 3, 130, 261, 0, 4096, 127, 2050, 129, 0, 1024)
 EXTRA_TOKENS = 5  # past the last segment
 EXTRA_ROWS = 7  # past the last segment's rows: capacity
@@ -122,7 +123,9 @@ def _backward_case(name: str, problem: Problem) -> Case:
 def _samples(
     head_dim: int | None, dtype: str, ratio: int, coff: int, device: str
 ) -> tuple[tuple[TensorSpec, ...], TensorSpec]:
-    """The inputs and one pooled row, for one block: sizes are no part of what is compiled. Head dim None: that of the demo."""
+    """The inputs and one pooled row, for one block: sizes are no part of what is compiled. Head dim None: that of the
+    demo.
+    """
     head_dim = HEAD_DIM if head_dim is None else head_dim
     tokens = TensorSpec((ratio, coff * head_dim), dtype, device=device)
     ape = TensorSpec((ratio, coff * head_dim), "float32", device=device)
@@ -138,9 +141,14 @@ def _sample_forward(
 
 
 def _sample_backward(
-    ratio: int = 4, coff: int = 2, device: str = "cuda", *, head_dim: int | None = None, dtype: str = "bfloat16",
+    ratio: int = 4,
+    coff: int = 2,
+    device: str = "cuda",
+    *,
+    head_dim: int | None = None,
+    dtype: str = "bfloat16",
     deterministic: bool = True,
-) -> CSACompressorBackward:  # fmt: skip
+) -> CSACompressorBackward:
     inputs, pooled = _samples(head_dim, dtype, ratio, coff, device)
     return CSACompressorBackward(*inputs, pooled, *inputs[:3], ratio, coff, deterministic)
 

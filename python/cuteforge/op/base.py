@@ -62,14 +62,14 @@ class APIBase:
 
     signature: Signature
     # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their order.
-    entry_operands: tuple[str | None, ...] | None = None
+    _entry_operands: tuple[str | None, ...] | None = None
     # Operands that the entry takes as bytes: it has no type for bools.
-    as_bytes: frozenset[str] = frozenset()
+    _as_bytes: frozenset[str] = frozenset()
     # What of an operand may differ among calls that are alike, by its name: see `guards.guard_of`.
-    varying: Mapping[str, Varying] = {}
+    _varying: Mapping[str, Varying] = {}
     # Whether extents of the operands `agreeing` go together, as far as the compiled entry does not say.
-    agree: Callable[..., bool] | None = None
-    agreeing: tuple[str, ...] = ()
+    _agree: Callable[..., bool] | None = None
+    _agreeing: tuple[str, ...] = ()
 
     def __init__(self, **samples: Any) -> None:
         ordered = self._ordered((), samples)
@@ -79,7 +79,7 @@ class APIBase:
         # Operands that may have strides which the compiled entry does not refuse.
         self._stepped = tuple(i for i, x in enumerate(self.signature.operands) if x.is_written or x.max_pitch_bytes)
         self._written = _pick_written(self.signature)
-        self._may_be_empty = type(self).is_empty is not APIBase.is_empty
+        self._may_be_empty = type(self)._is_empty is not APIBase._is_empty
         self._dims: Dims | None = None
         self._compiled: _Compiled | None = None
         self._was_compiled = False
@@ -108,7 +108,7 @@ class APIBase:
     def _check_operands(self, operands: tuple) -> None:
         """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which the table says what is wrong."""
 
-    def is_empty(self, operands: tuple) -> bool:
+    def _is_empty(self, operands: tuple) -> bool:
         """Whether these operands leave nothing to do; then nothing is launched."""
         return False
 
@@ -175,7 +175,7 @@ class APIBase:
             UnsupportedError: compiled for an architecture that the operands' device does not run.
             RuntimeError: not compiled.
         """
-        self.launch(self._ordered(operands, named), stream)
+        self._launch(self._ordered(operands, named), stream)
 
     def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
         """Validate once and return a launch of these very buffers, for decode loops and graph capture.
@@ -192,7 +192,7 @@ class APIBase:
         self._check_operands(operands)
         self.check_call(operands)
         scalars = self._prepare_device(compiled, operands)
-        if self.is_empty(operands):
+        if self._is_empty(operands):
             return _launch_nothing
         if env.check() and not is_capturing():
             self._check_contents(dict(zip(self.signature.names, operands)))
@@ -243,41 +243,33 @@ class APIBase:
     # The launch path. One call into C++ tells operands like earlier ones; the compiled entry checks extents, alignment
     # and devices of all. Every line counts: a look at a tensor takes 0.04 us, on the host of an H200 0.1.
 
-    def launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> None:
+    def _launch(self, operands: tuple, stream: Any = None, call_scalars: tuple = ()) -> None:
         """Launch on `operands`, all of `signature` in its order; see `execute`.
 
         Args:
             call_scalars: run-time scalars of this call, which follow those of the op.
         """
         compiled = self._compiled or self._load_again(operands)
-        replay = None
-        for is_alike, known in compiled.replays.entries:
-            if is_alike(*operands):
-                replay = known
-                break
-        else:
-            try:
-                replay = self._look_at(compiled, operands)
-                if self._may_be_empty and self.is_empty(operands):
-                    return self.check_call(operands)
-            except RuntimeError:
-                self._explain_unreadable(operands)
-                raise
+        is_plain = stream is None and env.launch_is_plain()
         try:
-            if replay is not None and stream is None and env.launch_is_plain():
-                replay.run(operands, None, call_scalars)
-            else:
-                self._launch_as_asked(compiled, operands, stream, call_scalars)
+            if is_plain:
+                for serve in compiled.replays.serves:
+                    if serve(operands, None, call_scalars) is not None:
+                        return
+            if is_plain or compiled.replays.find(operands) is None:
+                self._look_at(compiled, operands)
+                if self._may_be_empty and self._is_empty(operands):
+                    return self.check_call(operands)
+            self._launch_as_asked(compiled, operands, stream, call_scalars)
+        except (ContractError, UnsupportedError):
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
+            self._explain_unreadable(operands)
             self._explain(error, operands)
             raise
 
-    def _look_at(self, compiled: _Compiled, operands: tuple) -> Replay | None:
-        """Check operands that are like none before, as far as the compiled entry does not.
-
-        Returns:
-            The replay for those that are like them, if it is time to remember one.
-        """
+    def _look_at(self, compiled: _Compiled, operands: tuple) -> None:
+        """Check operands that are like none before, as far as the compiled entry does not; remember them if it is time."""
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -291,14 +283,13 @@ class APIBase:
             x = operands[i]
             if not x.is_contiguous():
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
-        if not compiled.replays.is_due() or self.is_empty(operands):
-            return None
-        names = self.signature.names
-        recipe = Recipe(names, scalars=None, written=self._written(names), returned=())
-        replay = Replay(self.launcher(device), recipe)
-        varying = [self.varying.get(name) for name in names]
-        compiled.replays.add(operands, replay, varying, self.agree, [names.index(name) for name in self.agreeing])
-        return replay
+        if compiled.replays.is_due() and not self._is_empty(operands):
+            names = self.signature.names
+            recipe = Recipe(
+                names, scalars=None, written=self._written(names), returned=(), varying=self._varying,
+                agree=self._agree, agreeing=self._agreeing,
+            )  # fmt: skip
+            compiled.replays.add(operands, Replay(self._launcher(device), recipe))
 
     def _launch_as_asked(self, compiled: _Compiled, operands: tuple, stream: Any, call_scalars: tuple) -> None:
         """Launch on a stream that was asked for, with what environment variables ask for."""
@@ -312,19 +303,19 @@ class APIBase:
         if stream is not None:
             record_streams(operands, stream, device)
 
-    def launcher(self, device_index: int) -> Launcher:
+    def _launcher(self, device_index: int) -> Launcher:
         """How the compiled op is launched on a GPU on which it has been launched before."""
-        compiled, names = self._compiled, self.entry_operands or self.signature.names
+        compiled, names = self._compiled, self._entry_operands or self.signature.names
         scalars = compiled.scalars[device_index]
-        return Launcher(compiled.kernel.entry, names, self.as_bytes, scalars, device_index, raw_stream)
+        return Launcher(compiled.kernel.entry, names, self._as_bytes, scalars, device_index, raw_stream)
 
     def _arranged(self, operands: tuple) -> tuple:
         """The operands as the compiled entry takes them."""
-        if self.entry_operands is None:
+        if self._entry_operands is None:
             return operands
         named = dict(zip(self.signature.names, operands))
-        named |= {name: named[name].view(torch.uint8) for name in self.as_bytes}
-        return tuple(map(named.get, self.entry_operands))
+        named |= {name: named[name].view(torch.uint8) for name in self._as_bytes}
+        return tuple(map(named.get, self._entry_operands))
 
     def _explain(self, error: Exception, operands: tuple) -> None:
         """Raise the error that names what a compiled entry refused; return when `error` says it best."""

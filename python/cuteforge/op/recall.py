@@ -16,8 +16,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from cuteforge.op.guards import AVAILABLE, Guard, Varying, guard_of
-from cuteforge.op.replay import Replay
+from cuteforge.op.guards import AVAILABLE
+from cuteforge.op.replay import Replay, Serve
 from cuteforge.runtime import env
 from cuteforge.runtime.lru import LRU
 
@@ -32,22 +32,23 @@ class Replays:
     """A few replays of one op, or of one way of calling a wrapper, each for tensors of one kind.
 
     Attributes:
-        entries: (guard, replay) each, for callers to whom the 0.2 us of `find` are too much.
+        serves: the functions `Replay.written_out` of each; call one after the other until one returns something.
     """
 
-    __slots__ = ("entries", "_misses")
+    __slots__ = ("_entries", "_misses", "serves")
 
     def __init__(self) -> None:
-        self.entries: tuple[tuple[Guard, Any], ...] = ()
+        self.serves: tuple[Serve, ...] = ()
+        self._entries: tuple[tuple[Callable[..., bool], Replay], ...] = ()
         self._misses = 0
 
-    def find(self, tensors: Sequence[Any]) -> Any:
+    def find(self, tensors: Sequence[Any]) -> Replay | None:
         """The replay for tensors like these, or None. Takes anything for a tensor, and as many as `add` was given.
 
         Raises:
             TypeError: there are more of them, or fewer.
         """
-        for is_alike, replay in self.entries:
+        for is_alike, replay in self._entries:
             if is_alike(*tensors):
                 return replay
         return None
@@ -61,24 +62,19 @@ class Replays:
         self._misses += 1
         return AVAILABLE and (self._misses <= _MOST or self._misses % _PERIOD == 0)
 
-    def add(
-        self,
-        tensors: Sequence[Any],
-        replay: Any,
-        varying: Sequence[Varying] | None = None,
-        agree: Callable[..., bool] | None = None,
-        agreeing: Sequence[int] = (),
-    ) -> None:
-        """Add a replay that holds for all tensors like these; see `guard_of` for the arguments.
+    def add(self, tensors: Sequence[Any], replay: Replay) -> None:
+        """Add a replay for all tensors like these.
 
         Tensors that require grad in grad mode are passed over. Past the first few, a replay takes the place of all
         before it, so that calls that all differ look at one.
         """
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return
-        guard = guard_of(tensors, varying, agree, agreeing)
-        # a tuple that is replaced: another thread sees the old one or the new one
-        self.entries = ((guard, replay), *(self.entries if self._misses <= _MOST else ()))
+        serve, is_alike = replay.written_out(tensors)
+        stays = self._misses <= _MOST
+        # tuples that are replaced: another thread sees the old one or the new one
+        self._entries = ((is_alike, replay), *(self._entries if stays else ()))
+        self.serves = (serve, *(self.serves if stays else ()))
 
 
 def recall(key: Hashable, tensors: Sequence[Any], length: int | None = None) -> Sequence[Any] | None:
@@ -99,9 +95,10 @@ def recall(key: Hashable, tensors: Sequence[Any], length: int | None = None) -> 
         replays = _memory.get(key)
         if replays is None or not env.launch_is_plain():
             return None
-        for is_alike, replay in replays.entries:
-            if is_alike(*tensors):
-                return replay.run(tensors, length)
+        for serve in replays.serves:
+            results = serve(tensors, length)
+            if results is not None:
+                return results
     except (TypeError, ValueError, RuntimeError):  # also an option that cannot be hashed
         pass
     return None
@@ -117,7 +114,7 @@ def remember(key: Hashable, tensors: Sequence[Any], make: Callable[..., Replay |
     except TypeError:
         return
     if replays.is_due() and (replay := make(*args)) is not None:
-        replays.add(tensors, replay, replay.varying, replay.agree, replay.agreeing)
+        replays.add(tensors, replay)
 
 
 def find(key: Hashable, tensors: Sequence[Any]) -> Replay | None:

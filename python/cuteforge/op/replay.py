@@ -1,4 +1,4 @@
-"""A launch on tensors of a known kind, written out: nothing is left to look up, and results are allocated at once."""
+"""Calls like an earlier one, written out: compare the tensors, allocate the results, launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from cuteforge.op.allocate import current_device, ways_to_empty
 from cuteforge.op.generated import code_of
-from cuteforge.op.guards import Varying
+from cuteforge.op.guards import Likeness, Varying
 from cuteforge.op.launch import count_writes
 
 
@@ -55,7 +55,7 @@ class Recipe:
         length_of: the length of a call, as the name of a tensor that is given and a dim; None where the caller says it.
         written: names of the given tensors that are written, for torch's counts of versions.
         returned: names of what a call returns; None for its results.
-        varying: by the name of a given tensor, what of it may vary; see `guard_of`.
+        varying: by the name of a given tensor, what of it may vary; see `guards.Likeness`.
         agree: whether extents that vary go together, as far as the entry does not say; asked of the tensors `agreeing`.
     """
 
@@ -71,69 +71,92 @@ class Recipe:
     agreeing: Sequence[str] = ()
 
 
-class Replay:
-    """The launch that all calls of one kind have in common.
+Serve = Callable[..., tuple | None]
 
-    Attributes:
-        run: ``run(tensors, length=None, scalars=())`` launches on the tensors of a call, and returns what it returns.
-            Raises what the entry raises.
-        varying, agree, agreeing: as `guard_of` takes them.
-    """
 
-    __slots__ = ("_launcher", "_recipe", "agree", "agreeing", "run", "varying")
+class Replay(NamedTuple):
+    """The launch that all calls of one kind have in common."""
 
-    def __init__(self, launcher: Launcher, recipe: Recipe) -> None:
-        self._launcher, self._recipe = launcher, recipe
-        self.run = _written_out(launcher, recipe)
-        self.agree, self.agreeing = recipe.agree, [recipe.given.index(name) for name in recipe.agreeing]
-        self.varying = [recipe.varying.get(name) for name in recipe.given]
+    launcher: Launcher
+    recipe: Recipe
 
     def reordered(self, given: Sequence[str | None], **varying: Varying) -> Replay:
         """The same for calls that are given their tensors in another order, and may vary otherwise in those named."""
-        recipe = self._recipe
-        return Replay(self._launcher, replace(recipe, given=given, varying={**recipe.varying, **varying}))
+        recipe = self.recipe
+        return Replay(self.launcher, replace(recipe, given=given, varying={**recipe.varying, **varying}))
 
+    def likeness(self, tensors: Sequence[Any]) -> Likeness:
+        """How the tensors of other calls have to be like those of one."""
+        recipe = self.recipe
+        indices = [recipe.given.index(name) for name in recipe.agreeing]
+        return Likeness(tensors, [recipe.varying.get(name) for name in recipe.given], recipe.agree, indices)
 
-def _written_out(launcher: Launcher, recipe: Recipe) -> Callable[..., tuple]:
-    """`Replay.run` as code: interpreting the recipe takes as long as the launch (0.5 us of 1.6).
+    def written_out(self, tensors: Sequence[Any]) -> tuple[Serve, Callable[..., bool]]:
+        """``serve(tensors, length=None, scalars=())`` for tensors like these, and ``is_alike(*tensors)``, as code:
+        interpreting the recipe takes as long as the launch (0.5 us of 1.6).
 
-    For rotary of q and k::
+        `serve` returns None for tensors that are not alike; otherwise it launches, and returns what the call returns.
+        It raises what the entry raises. For rotary of q and k::
 
-        def run(tensors, length=None, scalars=()):
-            (x, k, _, _, _, cos, sin, positions, ) = tensors
-            length = x.shape[0]
-            empty = here if current_device() == device else elsewhere
-            out = empty((length, out_1, out_2, ), (out_step_0, out_step_1, out_step_2, ), out_dtype)
-            k_out = empty((length, k_out_1, k_out_2, ), (k_out_step_0, k_out_step_1, k_out_step_2, ), k_out_dtype)
-            entry(x, out, k, k_out, cos, sin, positions, scalar_0, raw_stream(device))
-            return (out, k_out, )
-    """
-    here, elsewhere = ways_to_empty(recipe.device)
-    scalars = {f"scalar_{i}": x for i, x in enumerate((*launcher.scalars, *(recipe.scalars or ())))}
-    names = {
-        "entry": launcher.entry, "raw_stream": launcher.raw_stream, "device": launcher.device,
-        "current_device": current_device, "here": here, "elsewhere": elsewhere, "count_writes": count_writes,
-        "uint8": torch.uint8, **scalars,
-    }  # fmt: skip
-    lines = ["def run(tensors, length=None, scalars=()):", f"{_tuple(name or '_' for name in recipe.given)} = tensors"]
-    if recipe.results and recipe.length_of is not None:
-        lines.append("length = {}.shape[{}]".format(*recipe.length_of))
-    if recipe.results:
-        lines.append("empty = here if current_device() == device else elsewhere")
-    for result in recipe.results:
-        source, numbers = _allocation(result)
-        lines.append(source)
-        names |= numbers
-    operands = [f"{name}.view(uint8)" if name in launcher.as_bytes else str(name) for name in launcher.operands]
-    by_call = ["*scalars"] if recipe.scalars is None else []
-    lines.append(f"entry({', '.join((*operands, *scalars, *by_call))}, raw_stream(device))")
-    if recipe.written:
-        # does not raise, or the caller would launch again: the guard tells tensors of inference mode apart
-        lines.append(f"count_writes({_tuple(recipe.written)})")
-    returned = [result.name for result in recipe.results] if recipe.returned is None else recipe.returned
-    lines.append(f"return {_tuple(returned)}")
-    exec(code_of("\n    ".join(lines), "replay", "exec"), names)
-    return names["run"]
+            def is_alike(x, k, _2, cos, sin, positions, _6, _7):
+                return _2 is None and _6 is None and _7 is None and guard(x, k, cos, sin, positions)
+
+            def serve(tensors, length=None, scalars=()):
+                x, k, _2, cos, sin, positions, _6, _7, = tensors
+                if not (_2 is None and _6 is None and _7 is None and guard(x, k, cos, sin, positions)):
+                    return None
+                length = x.shape[0]
+                empty = here if current_device() == device else elsewhere
+                out = empty((length, out_1, out_2, ), (out_step_0, out_step_1, out_step_2, ), out_dtype)
+                k_out = empty((length, k_out_1, k_out_2, ), (k_out_step_0, k_out_step_1, k_out_step_2, ), k_out_dtype)
+                entry(x, out, k, k_out, None, cos, sin, positions, scalar_0, raw_stream(device))
+                return (out, k_out, )
+        """
+        given = [name or f"_{i}" for i, name in enumerate(self.recipe.given)]
+        condition, names = self.likeness(tensors).condition(given)
+        body, others = self._body()
+        lines = [
+            f"def is_alike({', '.join(given)}):",
+            f"    return {condition}",
+            "",
+            "def serve(tensors, length=None, scalars=()):",
+            f"    {', '.join(given)}, = tensors",
+            f"    if not ({condition}):",
+            "        return None",
+            *(f"    {line}" for line in body),
+        ]
+        names |= others
+        exec(code_of("\n".join(lines), "replay", "exec"), names)
+        return names["serve"], names["is_alike"]
+
+    def _body(self) -> tuple[list[str], dict[str, Any]]:
+        """Allocations and launch: the lines, and what is behind the names in them."""
+        launcher, recipe = self
+        here, elsewhere = ways_to_empty(recipe.device)
+        scalars = {f"scalar_{i}": x for i, x in enumerate((*launcher.scalars, *(recipe.scalars or ())))}
+        names = {
+            "entry": launcher.entry, "raw_stream": launcher.raw_stream, "device": launcher.device,
+            "current_device": current_device, "here": here, "elsewhere": elsewhere, "count_writes": count_writes,
+            "uint8": torch.uint8, **scalars,
+        }  # fmt: skip
+        lines = []
+        if recipe.results and recipe.length_of is not None:
+            lines.append("length = {}.shape[{}]".format(*recipe.length_of))
+        if recipe.results:
+            lines.append("empty = here if current_device() == device else elsewhere")
+        for result in recipe.results:
+            source, numbers = _allocation(result)
+            lines.append(source)
+            names |= numbers
+        operands = [f"{name}.view(uint8)" if name in launcher.as_bytes else str(name) for name in launcher.operands]
+        by_call = ["*scalars"] if recipe.scalars is None else []
+        lines.append(f"entry({', '.join((*operands, *scalars, *by_call))}, raw_stream(device))")
+        if recipe.written:
+            # does not raise, or the caller would launch again: the guard tells tensors of inference mode apart
+            lines.append(f"count_writes({_tuple(recipe.written)})")
+        returned = [result.name for result in recipe.results] if recipe.returned is None else recipe.returned
+        lines.append(f"return {_tuple(returned)}")
+        return lines, names
 
 
 def _allocation(result: Result) -> tuple[str, dict[str, Any]]:

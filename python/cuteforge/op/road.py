@@ -82,6 +82,10 @@ class Road(ABC):
     def make(self, call: Invocation, results: Tensors) -> APIBase:
         """The op, not compiled."""
 
+    def are_exact(self, options: tuple) -> bool:
+        """Whether the memory may be asked for these options: 1 is no flag, though it equals True. Quick."""
+        return True
+
     def scalars(self, op: Any, call: Invocation) -> tuple:
         """Run-time scalars of the launch, after those of the op."""
         return ()
@@ -104,7 +108,7 @@ class Road(ABC):
     # The road.
 
     def call(
-        self, tensors: tuple, options: tuple, *, length: int | None = None, stream: Stream | None = None
+        self, tensors: tuple, options: tuple, stream: Stream | None = None, length: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Serve a call of the wrapper.
 
@@ -113,8 +117,8 @@ class Road(ABC):
             options: what no tensor says.
         """
         key = None
-        if stream is None:
-            key = self.key_of(options)
+        if stream is None and self.are_exact(options):
+            key = (self, options)
             results = recall.recall(key, tensors, length)
             if results is not None:
                 return results
@@ -124,13 +128,9 @@ class Road(ABC):
                 return self.dispatch(call)
             return self.launch(call, key, tensors)
 
-    def key_of(self, options: tuple) -> Hashable:
-        """Of a call in the memory. With the types: 1 is no flag, though it equals True."""
-        return (self, options, *map(type, options))
-
     def find(self, tensors: tuple, options: tuple) -> Replay | None:
         """The replay that is remembered of a call like this one."""
-        return recall.find(self.key_of(options), tensors)
+        return recall.find((self, options), tensors)
 
     def launch(self, call: Invocation, key: Hashable = None, tensors: tuple = ()) -> tuple[torch.Tensor, ...]:
         """Serve a call on CUDA tensors that neither autograd nor torch.compile follows.
@@ -157,7 +157,7 @@ class Road(ABC):
                 self.make(copied, results).check_given(tuple(call.inputs.values()))
             self._launch_on(copied, results)
         else:
-            if key is not None and not op.is_empty(operands):
+            if key is not None and not op._is_empty(operands):
                 recall.remember(key, tensors, self._replay, op, call, results, tensors)
         return tuple(results.values())
 
@@ -174,7 +174,7 @@ class Road(ABC):
             size = op.workspace_bytes_on(first.get_device())
             named["workspace"] = torch.empty(size, dtype=torch.uint8, device=first.device)
         operands = tuple([named[name] for name in names])
-        op.launch(operands, None, self.scalars(op, call))
+        op._launch(operands, None, self.scalars(op, call))
         return op, operands
 
     def _readable(self, call: Invocation) -> Invocation:
@@ -202,7 +202,7 @@ class Road(ABC):
             recipe, given=given, results=new, device=first.device, scalars=self.scalars(op, call), written=written,
             returned=tuple(results),
         )  # fmt: skip
-        return Replay(op.launcher(index), whole)
+        return Replay(op._launcher(index), whole)
 
 
 def _result(name: str, x: torch.Tensor, growing: int | None) -> Result:

@@ -51,7 +51,7 @@ class Scale(APIBase):
     def _scalars(self, arch):
         return (arch.num_sms,)
 
-    def is_empty(self, operands):
+    def _is_empty(self, operands):
         return operands[0].numel() == 0
 
     def _check_contents(self, operands):
@@ -378,7 +378,7 @@ def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, mo
     bound = []
     monkeypatch.setattr(api_base, "bound_launch", lambda *args: bound.append(args) or (lambda: None))
     operands = cpu_operands()
-    op.launch(operands, None, (7,))
+    op._launch(operands, None, (7,))
     op._bind(operands, None, (7,))
     assert kernel.launches[0][3:5] == (132, 7)
     assert bound[0][2] == (132, 7)

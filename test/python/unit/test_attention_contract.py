@@ -216,7 +216,7 @@ def test_a_mask_of_another_rank_is_told_the_right_ones(rank, kind):
 def test_missing_or_foreign_sample_is_refused_by_name(kind, junk):
     """A required one may not be missing; an optional one may, but not be anything else."""
     for name in samples(kind):
-        if junk is None and name not in getattr(CLASSES[kind], "REQUIRED", samples(kind)):
+        if junk is None and name not in getattr(CLASSES[kind], "_REQUIRED", samples(kind)):
             continue
         with pytest.raises(ContractError, match=rf"^{name}\b"):
             make(kind, {**samples(kind), name: junk}).check_support()
@@ -363,7 +363,7 @@ def test_empty_calls_are_supported(kind):
 @each_kind
 def test_samples_on_two_gpus_are_refused_by_name(kind):
     given = samples(kind)
-    first = next(iter(getattr(CLASSES[kind], "REQUIRED", given)))
+    first = next(iter(getattr(CLASSES[kind], "_REQUIRED", given)))
     for name in given:
         if name != first:
             x, other = given[first], given[name]

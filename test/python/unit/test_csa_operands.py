@@ -38,7 +38,7 @@ def backward(deterministic):
 @pytest.mark.parametrize("deterministic", [True, False], ids=["workspace", "atomics"])
 def test_every_operand_reaches_its_place_in_the_entry_and_none_stands_for_the_rest(deterministic):
     op = backward(deterministic)
-    arranged = op.entry_operands or op.signature.names
+    arranged = op._entry_operands or op.signature.names
     assert ("workspace" in op.signature.names) == deterministic
     assert {x for x in arranged if x} == set(op.signature.names)
     assert all(found in (None, own) for own, found in zip(operands.entry_names(BACKWARD), arranged, strict=True))

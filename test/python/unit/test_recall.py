@@ -49,20 +49,26 @@ def tensors(keys=6):
 OUT = Result("out", (2, 1, 4, 8), torch.float32)
 
 
+def run(replay, tensors, *args):
+    serve, is_alike = replay.written_out(tensors)
+    assert is_alike(*tensors)
+    return serve(tensors, *args)
+
+
 def call_of(entry, **facts):
     return replay_of(entry, scalars=(0.5,), **facts)
 
 
 def test_the_entry_gets_operands_scalars_and_the_stream():
     entry, given = Entry(), tensors()
-    (out,) = call_of(entry).run(given)
+    (out,) = run(call_of(entry), given)
     ((q, k, v, got, *scalars),) = entry.calls
     assert (q, k, v) == given and got is out and scalars == [132, 0, 0.5, 77]
 
 
 def test_a_call_may_bring_its_own_scalars():
     entry, given = Entry(), tensors()
-    replay_of(entry, scalars=None).run(given, None, (0.25, 1))
+    run(replay_of(entry, scalars=None), given, None, (0.25, 1))
     assert entry.calls[0][4:] == (132, 0, 0.25, 1, 77)
 
 
@@ -72,7 +78,7 @@ def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes():
     mask = torch.ones(2, 6, dtype=torch.bool)
     operands = entry_operands(NAMES)
     recipe = Recipe(("q", "k", "v", "mask"), [OUT], CPU)
-    (out,) = Replay(launcher(entry, operands, ["mask"]), recipe).run((q, k, v, mask))
+    (out,) = run(Replay(launcher(entry, operands, ["mask"]), recipe), (q, k, v, mask))
     ((*got, num_sms, waves, stream),) = entry.calls
     assert len(got) == 16 and (num_sms, waves, stream) == (132, 0, 77)
     by_name = dict(zip(operands, got))
@@ -83,7 +89,7 @@ def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes():
 
 def test_a_traceback_shows_the_line_that_was_written_out():
     with pytest.raises(ValueError, match="misaligned") as raised:
-        call_of(Entry(ValueError("misaligned"))).run(tensors())
+        run(call_of(Entry(ValueError("misaligned"))), tensors())
     shown = "".join(traceback.format_exception(raised.value))
     assert "entry(q, k, v, out, scalar_0, scalar_1, scalar_2, raw_stream(device))" in shown
 
@@ -99,7 +105,7 @@ def test_results_are_contiguous_and_new(length):
     by_tensor = replay_of(Entry(), ("q", *names), ("q",), results, length_of=("q", 1))
     by_caller = replay_of(Entry(), ("q", *names), ("q",), results)
     given = (torch.zeros(2, length, 3),)
-    first, second, third = by_tensor.run(given), by_tensor.run(given), by_caller.run(given, length)
+    first, second, third = run(by_tensor, given), run(by_tensor, given), run(by_caller, given, length)
     for shape, x, y, z in zip(SHAPES, first, second, third, strict=True):
         want = torch.empty([length if n is None else n for n in shape], dtype=torch.int32)
         for got in (x, y, z):
@@ -110,14 +116,14 @@ def test_results_are_contiguous_and_new(length):
 
 def test_tensors_that_are_not_given_are_passed_over():
     entry, (q, k, v) = Entry(), tensors()
-    (out,) = replay_of(entry, given=("q", None, "k", None, "v")).run((q, None, k, None, v))
+    (out,) = run(replay_of(entry, given=("q", None, "k", None, "v")), (q, None, k, None, v))
     assert entry.calls == [(q, k, v, out, 132, 0, 77)]
 
 
 def test_a_result_may_be_given_and_may_be_a_source():
     entry, (q, *_) = Entry(), tensors()
     call = replay_of(entry, ("q", "out"), ("q", "out"), [], written=("out",), returned=("out",))
-    (got,) = call.run((q, q))
+    (got,) = run(call, (q, q))
     assert got is q and q._version == 1 and entry.calls == [(q, q, 132, 0, 77)]
 
 
@@ -125,15 +131,16 @@ def test_the_same_call_may_be_given_its_tensors_in_another_order():
     entry, (q, k, v) = Entry(), tensors()
     call = call_of(entry, agree=lambda v, k: v.shape == k.shape, agreeing=("v", "k"), varying={"q": 0, "k": 1})
     other = call.reordered(("v", None, "k", "q"), q=None)
-    other.run((v, None, k, q))
+    run(other, (v, None, k, q))
     assert entry.calls[0][:3] == (q, k, v)
-    assert (call.varying, call.agreeing) == ([0, 1, None], [2, 1])
-    assert (other.varying, other.agreeing) == ([None, None, 1, None], [0, 2])
+    first, second = call.likeness((q, k, v)), other.likeness((v, None, k, q))
+    assert (first.varying, first.agreeing) == ([0, 1, None], [2, 1])
+    assert (second.varying, second.agreeing) == ([None, None, 1, None], [0, 2])
 
 
 def test_what_is_written_counts_as_a_new_version():
     given = tensors()
-    call_of(Entry(), written=("k", "v")).run(given)
+    run(call_of(Entry(), written=("k", "v")), given)
     assert [x._version for x in given] == [0, 1, 1]
 
 

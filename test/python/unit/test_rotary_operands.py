@@ -39,7 +39,7 @@ def op_of(has_keys, has_positions):
 @pytest.mark.parametrize("has_positions", [False, True], ids=["pairs", "positions"])
 def test_every_operand_reaches_its_place_in_the_entry_and_none_stands_for_the_rest(has_keys, has_positions):
     op = op_of(has_keys, has_positions)
-    arranged = op.entry_operands
+    arranged = op._entry_operands
     assert {x for x in arranged if x} == set(op.signature.names)
     assert all(found in (None, own) for own, found in zip(operands.entry_names(), arranged, strict=True))
 

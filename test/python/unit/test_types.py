@@ -46,7 +46,7 @@ ANY = {
     "AttentionBackend.forward.options",
     "AttentionBackend.fwd_decode.options",
     "AttentionBackend.fwd_prefill.options",
-    "AttentionBackend.known_call.return",
+    "AttentionBackend.replay.return",
     "DecodeGraph.__call__.return",
     "DecodeGraph.__init__.step",
     "TensorSpec.of.x",

@@ -29,7 +29,7 @@ class _Decode(AttentionOp):
 
     def _select(self, problem: Problem, arch: Arch) -> Traits:
         # The samples' rows choose the tile; it serves any number.
-        q, keys = (self.samples[name].shape for name in self.REQUIRED[:2])
+        q, keys = (self.samples[name].shape for name in self._REQUIRED[:2])
         rows = decode_rows(q, keys[-2])
         return select_decode(problem, rows, arch, self._splits)
 
@@ -70,7 +70,7 @@ class GQADecode(_Decode):
     run.
     """
 
-    REQUIRED = ("q", "k", "v", "out")
+    _REQUIRED = ("q", "k", "v", "out")
 
     def __init__(
         self, q: Sample, k: Sample, v: Sample, out: Sample, *, seqlens_k: Sample | None = None,
@@ -97,7 +97,7 @@ class GQAPrefill(AttentionOp):
         lse: ``(B, Hq, L)``, or packed ``(Hq, T)``.
     """
 
-    REQUIRED = ("q", "k", "v", "out")
+    _REQUIRED = ("q", "k", "v", "out")
 
     def __init__(
         self, q: Sample, k: Sample, v: Sample, out: Sample, *, cu_seqlens_q: Sample | None = None,
@@ -110,7 +110,7 @@ class GQAPrefill(AttentionOp):
         super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
     @staticmethod
-    def check_presence(given: Mapping[str, Any]) -> None:
+    def _check_presence(given: Mapping[str, Any]) -> None:
         for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
             if name not in given and other in given:
                 raise ContractError(f"{name}: wanted a tensor, as {other} is given, got None")
@@ -126,7 +126,7 @@ class _Paged:
     """What the paged ops share."""
 
     @staticmethod
-    def check_presence(given: Mapping[str, Any]) -> None:
+    def _check_presence(given: Mapping[str, Any]) -> None:
         if ("seqlens_k" in given) == ("kv_indptr" in given):
             problem = (
                 "a tensor, or else kv_indptr, got neither"
@@ -159,7 +159,7 @@ class PagedGQADecode(_Paged, _Decode):
         mask: as in decode, its columns absolute positions; what it lacks counts as masked.
     """
 
-    REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
+    _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
 
     def __init__(
         self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, out: Sample, *,
@@ -187,7 +187,7 @@ class PagedGQAPrefill(_Paged, AttentionOp):
         lse: ``(Hq, T)``.
     """
 
-    REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")
+    _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")
 
     def __init__(
         self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, cu_seqlens_q: Sample, out: Sample, *,

@@ -30,20 +30,20 @@ _MASK_SHAPES = "2, 3 or 4 dims, (B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 class AttentionOp(APIBase):
     """What the ops share: operands that may be absent, checks, and the scalars of a launch."""
 
-    REQUIRED: tuple[str, ...]
+    _REQUIRED: tuple[str, ...]
     num_splits: int | None = None
 
     def __init__(
         self, causal: bool, softmax_scale: float | None, window: Any, softcap: float | None, **samples: Any
     ) -> None:
-        given = {name: x for name, x in samples.items() if x is not None or name in self.REQUIRED}
+        given = {name: x for name, x in samples.items() if x is not None or name in self._REQUIRED}
         ranks = {name: len(TensorSpec.of(x, name).shape) for name, x in given.items()}
         self.options: ScoreOptions = ScoreOptions(
             flag("causal", causal), checked_window(window), checked_softcap(softcap)
         )
         self.softmax_scale: float | None = checked_scale(softmax_scale)
-        self._optional = tuple(name for name in given if name not in self.REQUIRED)
-        self.check_presence(given)
+        self._optional = tuple(name for name in given if name not in self._REQUIRED)
+        self._check_presence(given)
         if "mask" in ranks and ranks["mask"] not in MASK_DIMS:
             raise ContractError(f"mask: wanted {_MASK_SHAPES}, got {ranks['mask']} dims")
         self._queries, self._keys = self._layouts(ranks, given)
@@ -52,8 +52,8 @@ class AttentionOp(APIBase):
         layout = Layout(self._queries, self._keys, ranks.get("mask", 0))
         self.signature: Signature = signature_of(layout, tuple(given))
         super().__init__(**given)
-        self.entry_operands = entry_operands(self.signature.names)
-        self.as_bytes = frozenset(("mask",)) & given.keys()
+        self._entry_operands = entry_operands(self.signature.names)
+        self._as_bytes = frozenset(("mask",)) & given.keys()
         self._takes_workspace = self._splits
         # of a head dim of 0 the table says what is wrong
         usual = max((1, *self.samples["q"].shape)[-1], 1) ** -0.5
@@ -61,7 +61,7 @@ class AttentionOp(APIBase):
         self._shapes = ShapeCheck(self.signature.names)
 
     @staticmethod
-    def check_presence(given: Mapping[str, Any]) -> None:
+    def _check_presence(given: Mapping[str, Any]) -> None:
         """Refuse operands that need one another, or exclude one another."""
 
     def _layouts(self, ranks: Mapping[str, int], given: Mapping[str, Any]) -> tuple[str, str]:
@@ -78,7 +78,7 @@ class AttentionOp(APIBase):
         return select_warpgroups(problem, arch, self._has_few_rows(arch)) or select_prefill(problem, arch)
 
     def _has_few_rows(self, arch: Arch) -> bool:
-        samples, (q, keys) = self.samples, (self.samples[name].shape for name in self.REQUIRED[:2])
+        samples, (q, keys) = self.samples, (self.samples[name].shape for name in self._REQUIRED[:2])
         requests = samples["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in samples else q[0]
         return math.prod(q[:-1]) <= few_rows(requests, keys[-2], arch.num_sms)
 
@@ -125,8 +125,8 @@ class AttentionOp(APIBase):
         if not self._shapes(operands):
             self.check_call(operands)
 
-    def is_empty(self, operands: tuple) -> bool:
-        return operands[len(self.REQUIRED) - 1].numel() == 0  # out
+    def _is_empty(self, operands: tuple) -> bool:
+        return operands[len(self._REQUIRED) - 1].numel() == 0  # out
 
     def _check_contents(self, tensors: Mapping[str, torch.Tensor]) -> None:
         check_contents(tensors, self.options.left)
@@ -149,26 +149,26 @@ class AttentionOp(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self.launch(self._gather(operands, named, workspace), stream, (self.scale_of(softmax_scale),))
+        self._launch(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
     def bind(
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> Callable[[], None]:  # fmt: skip
         """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
-        return self._bind(self._gather(operands, named, workspace), stream, (self.scale_of(softmax_scale),))
+        return self._bind(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
-    def scale_of(self, softmax_scale: float | None) -> float:
+    def _scale_of(self, softmax_scale: float | None) -> float:
         return self._usual_scale if softmax_scale is None else checked_scale(softmax_scale)
 
     def _gather(self, operands: tuple, named: dict[str, Any], workspace: Any) -> tuple:
         """The operands of a call in the order of the signature; others than the samples' are refused."""
-        if not named and not self._optional and len(operands) == len(self.REQUIRED) and self._compiled is not None:
+        if not named and not self._optional and len(operands) == len(self._REQUIRED) and self._compiled is not None:
             if self._takes_workspace:
                 return (*operands, workspace)
             if workspace is None:
                 return operands
-        if len(operands) != len(self.REQUIRED):
+        if len(operands) != len(self._REQUIRED):
             operands = self._required(operands, named)
         if len(named) != len(self._optional) or not all(map(named.__contains__, self._optional)):
             named = self._check_optional(named)
@@ -183,11 +183,11 @@ class AttentionOp(APIBase):
 
     def _required(self, operands: tuple, named: dict[str, Any]) -> tuple:
         """Positional operands with those that were given by name, which are taken out of `named`."""
-        rest = self.REQUIRED[len(operands) :]
+        rest = self._REQUIRED[len(operands) :]
         missing = [name for name in rest if name not in named]
-        if len(operands) > len(self.REQUIRED) or missing:
+        if len(operands) > len(self._REQUIRED) or missing:
             problem = f"missing {missing}, {len(operands)} positional"
-            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self.REQUIRED)}: {problem}")
+            raise TypeError(f"{type(self).__name__} takes the operands {', '.join(self._REQUIRED)}: {problem}")
         return (*operands, *(named.pop(name) for name in rest))
 
     def _check_optional(self, named: dict[str, Any]) -> dict[str, Any]:

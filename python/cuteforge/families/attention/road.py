@@ -82,6 +82,9 @@ class AttentionRoad(Road):
         self.op = op
         self.inputs = inputs_of(OPS[op])
 
+    def are_exact(self, options: tuple) -> bool:
+        return type(options[0]) is bool and type(options[-1]) is bool
+
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         named = dict(zip((*self.inputs, *self.outputs), tensors))
         given = {name: x for name, x in named.items() if x is not None}
@@ -105,11 +108,11 @@ class AttentionRoad(Road):
             tensors: the inputs by name, None for those not given.
         """
         op = self.op
-        for name in op.REQUIRED[:-1]:
+        for name in op._REQUIRED[:-1]:
             if not isinstance(tensors[name], _Tensor):
                 raise ContractError(f"{name}: wanted a torch.Tensor, got {kind_of(tensors[name])}")
             check_layout(name, tensors[name])
-        op.check_presence({name: x for name, x in tensors.items() if x is not None})
+        op._check_presence({name: x for name, x in tensors.items() if x is not None})
         is_packed = op is PagedGQAPrefill or tensors.get("cu_seqlens_q") is not None
         shapes = _PACKED_QUERIES if is_packed else _QUERIES[op]
         rank = tensors["q"].dim()
@@ -118,7 +121,7 @@ class AttentionRoad(Road):
         if is_packed and tensors["cu_seqlens_q"].dim() != 1:
             raise ContractError(f"cu_seqlens_q: wanted shape (B+1), got {tensors['cu_seqlens_q'].dim()} dims")
         ranks = (3, 4) if "k_cache" in tensors else (rank,)
-        for name in op.REQUIRED[1:3]:
+        for name in op._REQUIRED[1:3]:
             if tensors[name].dim() not in ranks:
                 raise ContractError(f"{name}: wanted {' or '.join(map(str, ranks))} dims, got {tensors[name].dim()}")
 
@@ -156,7 +159,7 @@ class AttentionRoad(Road):
 
     def op_key(self, call: Invocation) -> Hashable:
         given, options = call.inputs, call.options
-        q, keys, values = (given[name] for name in self.op.REQUIRED[:3])
+        q, keys, values = (given[name] for name in self.op._REQUIRED[:3])
         if self.op in DECODE_OPS:
             rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4)
         else:
@@ -170,7 +173,7 @@ class AttentionRoad(Road):
         return self.op(**call.inputs, **results, **call.options.compiled)
 
     def scalars(self, op: AttentionOp, call: Invocation) -> tuple:
-        return (op.scale_of(call.options.softmax_scale),)
+        return (op._scale_of(call.options.softmax_scale),)
 
     def kept_in_place(self, call: Invocation) -> tuple[str, ...]:
         return POOLS if "new_k" in call.inputs else ()

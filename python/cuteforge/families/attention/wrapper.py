@@ -8,9 +8,12 @@ import torch
 
 from cuteforge.families.attention.api import GQADecode, GQAPrefill, PagedGQADecode, PagedGQAPrefill
 from cuteforge.families.attention.options import Window
-from cuteforge.families.attention.road import ROADS
+from cuteforge.families.attention.road import ROADS, AttentionRoad
 from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime.streams import Stream
+
+DECODE_ROAD, PREFILL_ROAD = ROADS[GQADecode], ROADS[GQAPrefill]
+PAGED_DECODE_ROAD, PAGED_PREFILL_ROAD = ROADS[PagedGQADecode], ROADS[PagedGQAPrefill]
 
 
 def gqa_decode_wrapper(
@@ -40,7 +43,7 @@ def gqa_decode_wrapper(
     """
     tensors = (q, k, v, seqlens_k, mask, sinks, out)
     options = (causal, window, softcap, num_splits, softmax_scale, return_lse)
-    return _attend(GQADecode, tensors, options, stream)
+    return _attend(DECODE_ROAD, tensors, options, stream)
 
 
 def gqa_prefill_wrapper(
@@ -56,7 +59,7 @@ def gqa_prefill_wrapper(
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqlens_k, mask, sinks, out)
     options = (causal, window, softcap, None, softmax_scale, return_lse)
-    return _attend(GQAPrefill, tensors, options, stream)
+    return _attend(PREFILL_ROAD, tensors, options, stream)
 
 
 def paged_gqa_decode_wrapper(
@@ -75,7 +78,7 @@ def paged_gqa_decode_wrapper(
     """
     tensors = (q, k_cache, v_cache, page_table, seqlens_k, kv_indptr, page_table_rows, new_k, new_v, mask, sinks, out)
     options = (causal, window, softcap, num_splits, softmax_scale, return_lse)
-    return _attend(PagedGQADecode, tensors, options, stream)
+    return _attend(PAGED_DECODE_ROAD, tensors, options, stream)
 
 
 def paged_gqa_prefill_wrapper(
@@ -92,7 +95,7 @@ def paged_gqa_prefill_wrapper(
     """
     tensors = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, kv_indptr, page_table_rows, mask, sinks, out)
     options = (causal, window, softcap, None, softmax_scale, return_lse)
-    return _attend(PagedGQAPrefill, tensors, options, stream)
+    return _attend(PAGED_PREFILL_ROAD, tensors, options, stream)
 
 
 def attn_decode(
@@ -131,6 +134,6 @@ def attn_paged_prefill(
     return paged_gqa_prefill_wrapper(q, k_cache, v_cache, page_table, cu_seqlens_q, **config)["out"]
 
 
-def _attend(op: type, tensors: tuple, options: tuple, stream: Any) -> TupleDict:
-    results = ROADS[op].call(tensors, options, stream=stream)
+def _attend(road: AttentionRoad, tensors: tuple, options: tuple, stream: Any) -> TupleDict:
+    results = road.call(tensors, options, stream)
     return TupleDict(out=results[0], lse=results[1]) if options[-1] else TupleDict(out=results[0])

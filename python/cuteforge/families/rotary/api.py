@@ -47,7 +47,7 @@ class RotaryEmbedding(APIBase):
     Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
     """
 
-    varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
+    _varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
 
     def __init__(
         self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
@@ -60,7 +60,7 @@ class RotaryEmbedding(APIBase):
         self.interleaved: bool = flag("interleaved", interleaved)
         self._kind = (len(spec.shape), spec.dtype, self.interleaved, given_of(operands))
         super().__init__(**operands)
-        self.entry_operands = entry_operands(self.signature.names, entry_names())
+        self._entry_operands = entry_operands(self.signature.names, entry_names())
         self._num_operands, self._has_keys = len(operands), k is not None
 
     @property
@@ -99,7 +99,7 @@ class RotaryEmbedding(APIBase):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self.launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
+        self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def bind(
         self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,

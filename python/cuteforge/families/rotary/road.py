@@ -39,6 +39,9 @@ class RotaryRoad(Road):
         self.heads, self.outputs, self.caller_names, self.torch_op = heads, outputs, caller_names, torch_op
         self.inputs = (*heads, *TABLE)
 
+    def are_exact(self, options: tuple) -> bool:
+        return type(options[0]) is bool and type(options[1]) is bool
+
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         named = dict(zip((*self.inputs, *self.outputs), tensors))
         for name in self.heads:
@@ -95,7 +98,7 @@ class RotaryRoad(Road):
     def recipe(self, op: RotaryEmbedding, call: Invocation) -> Recipe:
         """Any number of tokens or batches. The shape of a result that is allocated is that of its heads."""
         new = [head for head, name in zip(self.heads, self.outputs) if name not in call.outputs]
-        return Recipe((), length_of=("x", 0), varying={**op.varying, **dict.fromkeys(new, 0)})
+        return Recipe((), length_of=("x", 0), varying={**op._varying, **dict.fromkeys(new, 0)})
 
     def growing(self, op: Any, call: Invocation) -> dict[str, int]:
         return dict.fromkeys(self.outputs, 0)

@@ -43,7 +43,7 @@ def rotary_wrapper(
         UnsupportedError: a GPU or a head dim that the kernel does not serve.
         RuntimeError: in place on a leaf that requires grad, or on a view of one.
     """
-    (out,) = ONE.call((x, freqs_cis, cos, sin, positions, out), (interleaved, inverse), stream=stream)
+    (out,) = ONE.call((x, freqs_cis, cos, sin, positions, out), (interleaved, inverse), stream)
     return TupleDict(out=out)
 
 
@@ -70,7 +70,7 @@ def rotary_qk_wrapper(
         ``TupleDict(q, k)``.
     """
     tensors = (q, k, freqs_cis, cos, sin, positions, q_out, k_out)
-    q, k = QUERIES_AND_KEYS.call(tensors, (interleaved, inverse), stream=stream)
+    q, k = QUERIES_AND_KEYS.call(tensors, (interleaved, inverse), stream)
     return TupleDict(q=q, k=k)
 
 

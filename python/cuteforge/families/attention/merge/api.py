@@ -81,7 +81,7 @@ class MergeState(APIBase):
         traits = MergeTraits(self.samples["o_a"].dtype, dims["D"], _LAYOUTS[self._rank][0])
         return KernelKey("cuteforge.families.attention.merge.kernel:build", traits, arch.name)
 
-    def is_empty(self, operands: tuple) -> bool:
+    def _is_empty(self, operands: tuple) -> bool:
         return operands[4].numel() == 0  # out
 
 
@@ -106,7 +106,7 @@ def merge_state(
         ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
     """
-    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream=stream)
+    results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream)
     return TupleDict(out=results[0], lse=results[1])
 
 

@@ -34,12 +34,12 @@ class _Compressor(APIBase):
     _BUILDER: str
     _BACKWARD: bool
     # of rows that are read in runs the number; of an output of fixed extents nothing
-    varying = {
+    _varying = {
         row.name: 0 if row.operand.max_pitch_bytes else ANY_SHAPE
         for row in ROWS
         if row.operand.max_pitch_bytes or not row.operand.is_written
     }
-    agreeing = ("kv",)
+    _agreeing = ("kv",)
     deterministic: bool = True
 
     def __init__(self, ratio: int, coff: int, **samples: Any) -> None:
@@ -84,13 +84,13 @@ class _Compressor(APIBase):
     def _check_operands(self, operands: tuple) -> None:
         try:
             # `operands[5]` has a row for each output row
-            fits = self.agree(operands[0]) or operands[5].shape[0] == 0
+            fits = self._agree(operands[0]) or operands[5].shape[0] == 0
         except (AttributeError, IndexError):
             fits = False  # no tensors: the table says which
         if not fits:
             self.check_call(operands)
 
-    def agree(self, kv: torch.Tensor) -> bool:
+    def _agree(self, kv: torch.Tensor) -> bool:
         """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
         return kv.shape[0] >= self.ratio
 
@@ -153,7 +153,7 @@ class CSACompressorForward(_Compressor):
         Raises:
             ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
         """
-        self.launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
+        self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
 
 class CSACompressorBackward(_Compressor):
@@ -197,7 +197,7 @@ class CSACompressorBackward(_Compressor):
             grad_out=grad_out, grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape, **workspace,
         )  # fmt: skip
         if not self.deterministic:
-            self.entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
+            self._entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
 
     def workspace_bytes(self) -> int:
@@ -245,7 +245,7 @@ class CSACompressorBackward(_Compressor):
         else:
             _check_no_workspace(workspace)
             refuse_atomics_if_asked()
-        self.launch(operands, stream)
+        self._launch(operands, stream)
 
     def bind(
         self,

@@ -39,6 +39,10 @@ class _CompressorRoad(Road):
 
     inputs = inputs_of(FORWARD)
 
+    def are_exact(self, options: tuple) -> bool:
+        # ratio, head_dim and coff
+        return type(options[0]) is int and type(options[1]) is not bool and type(options[2]) is int
+
     @abstractmethod
     def torch_op(self, call: Invocation) -> tuple[str, tuple]:
         """Name of the op of torch, and its arguments."""
@@ -54,7 +58,7 @@ class _CompressorRoad(Road):
 
     def recipe(self, op: Any, call: Invocation) -> Recipe | None:
         """Any number of tokens, segments and rows."""
-        return Recipe((), varying=op.varying, agree=op.agree, agreeing=op.agreeing)
+        return Recipe((), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
 
 
 class ForwardRoad(_CompressorRoad):
@@ -86,6 +90,9 @@ class BackwardRoad(_CompressorRoad):
 
     inputs = inputs_of(BACKWARD)
 
+    def are_exact(self, options: tuple) -> bool:
+        return super().are_exact(options) and type(options[3]) is bool
+
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         *sizes, deterministic = options
         checked = checked_options(tensors[0], *sizes, flag("deterministic", deterministic))
@@ -113,7 +120,7 @@ class BackwardRoad(_CompressorRoad):
     def recipe(self, op: Any, call: Invocation) -> Recipe | None:
         if not call.options.deterministic:
             return None  # whether atomics may be used is asked of torch at each call
-        return Recipe((), length_of=("kv", 0), varying=op.varying, agree=op.agree, agreeing=op.agreeing)
+        return Recipe((), length_of=("kv", 0), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
 
     def growing(self, op: Any, call: Invocation) -> dict[str, int]:
         return {"grad_kv": 0, "grad_score": 0}

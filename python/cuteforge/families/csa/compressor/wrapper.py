@@ -50,7 +50,7 @@ def csa_compressor_forward_wrapper(
         total_comp = read_row_count(inputs, options, stream)
     elif type(total_comp) is not int or not 0 <= total_comp <= MOST_ROWS:
         total_comp = row_count(total_comp)
-    results = FORWARD_ROAD.call(inputs, options, length=total_comp, stream=stream)
+    results = FORWARD_ROAD.call(inputs, options, stream, total_comp)
     return TupleDict(out=results[0])
 
 
@@ -83,5 +83,5 @@ def csa_compressor_backward_wrapper(
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
     """
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
-    results = BACKWARD_ROAD.call(inputs, (ratio, head_dim, coff, deterministic), stream=stream)
+    results = BACKWARD_ROAD.call(inputs, (ratio, head_dim, coff, deterministic), stream)
     return TupleDict(grad_kv=results[0], grad_score=results[1], grad_ape=results[2])

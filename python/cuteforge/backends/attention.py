@@ -26,9 +26,9 @@ from cuteforge.families.attention.options import UNLIMITED, Window, checked_soft
 from cuteforge.op import recall
 from cuteforge.op.torch_library import is_traced
 from cuteforge.runtime import env
-from cuteforge.runtime.kernel_facts import KernelFacts
 
 if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
     from cuteforge.serving.kv_cache import KVCache
 
 _policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for, refusal_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -28,7 +28,6 @@ from cuteforge.families.csa.compressor import (
     csa_compressor_forward_wrapper,
     reference,
 )
-from cuteforge.families.csa.compressor import explain as family
 from cuteforge.families.csa.compressor.road import FORWARD_ROAD, checked_options, new_gradients
 from cuteforge.op import recall
 from cuteforge.op.readable import readable
@@ -36,7 +35,9 @@ from cuteforge.op.signature import TensorSpec
 from cuteforge.op.torch_library import is_traced, register_op, require_one_device, without_autocast
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch
-from cuteforge.runtime.kernel_facts import KernelFacts
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 _NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 _INPUTS = ", ".join(f"Tensor {name}" for name in _NAMES)
@@ -119,6 +120,8 @@ def explain_compress(
         gpu = arch_of(kv.device, target)
         if gpu is None or chosen.name != "cuda":
             return None
+        from cuteforge.families.csa.compressor import explain as family
+
         # as many as there can be, where that would have to be read from the device
         rows = kv.shape[0] // ratio if total_comp is None else total_comp
         offsets = TensorSpec(tuple(cu_seqlens.shape), "int32")

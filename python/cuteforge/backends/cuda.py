@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,12 +29,13 @@ from cuteforge.families.attention import (
     paged_gqa_decode_wrapper,
     paged_gqa_prefill_wrapper,
 )
-from cuteforge.families.attention.explain import describe
 from cuteforge.families.attention.road import ROADS
 from cuteforge.op.base import APIBase
 from cuteforge.op.signature import TensorSpec
 from cuteforge.runtime.arch import Arch
-from cuteforge.runtime.kernel_facts import KernelFacts
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 _NO_DERIVATIVE = {
     "graph": "the kernels have no derivative, and q, k or v requires grad",
@@ -61,6 +62,8 @@ class CudaBackend(AttentionBackend):
             raise
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts:
+        from cuteforge.families.attention.explain import describe
+
         try:
             return describe(_op_of(call), arch)
         except ContractError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -22,13 +22,14 @@ from cuteforge.backends.selection import (
 )
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
-from cuteforge.families.rotary import explain as family
 from cuteforge.families.rotary.road import ONE, Tables, check_heads, op_of, table_of
 from cuteforge.op import recall
 from cuteforge.op.torch_library import is_traced, without_autocast
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch
-from cuteforge.runtime.kernel_facts import KernelFacts
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 
 class Request(NamedTuple):
@@ -111,6 +112,8 @@ def explain_rotary_emb(
         gpu = arch_of(x.device, target)
         if gpu is None or chosen.name != "cuda":
             return None
+        from cuteforge.families.rotary import explain as family
+
         inputs = {name: spec_like(tensor) for name, tensor in {"x": x, **table}.items()}
         return family.describe(op_of(inputs, {"out": inputs["x"]}, interleaved), gpu)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -13,7 +13,9 @@ from torch.autograd import forward_ad
 
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import env
-from cuteforge.runtime.kernel_facts import KernelFacts
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 ARGUMENT, CONTEXT, ENVIRONMENT, PRIORITY = "argument", "context", "environment", "priority"
 # Who asks for a backend this way gets it or an error; the others fall through to the next that serves the call.

@@ -1,4 +1,5 @@
-"""What the attention benchmarks share: problems with dense, packed and paged keys and values, their check, their candidates."""
+"""What the attention benchmarks share: problems with dense, packed and paged keys and values, their check, their
+candidates."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import harness
 import runner
 from harness import Bar
 
-# One call of flash-attn-4 takes the host about 80 us, one scrub of an H200 about 60: with three the device waits for no peer.
+# One call of flash-attn-4 takes the host about 80 us, one scrub of an H200 about 60: with three the device waits for no
+# peer.
 SCRUBS = 3
 DEVICE = "cuda"
 ITEM_BYTES = 2  # bf16
@@ -191,7 +193,8 @@ class Problem:
         return functools.partial(cuteforge.attention, *self.inputs, is_causal=self.config.get("causal", False))
 
     def check_ours(self, call: Callable[[], object], who: str) -> None:
-        """Runs `call`, which writes `out`, on a poisoned one, and compares; AssertionError names the first stretch over its budget."""
+        """Runs `call`, which writes `out`, on a poisoned one, and compares; AssertionError names the first stretch over
+        its budget."""
         self.out.fill_(math.nan)
         call()
         self.check(self.out, who)
@@ -211,7 +214,8 @@ class Problem:
         q, k, v = operands
         group = q.shape[1] // k.shape[1]
         heads, causal = slice(kv_head * group, (kv_head + 1) * group), self.config.get("causal", False)
-        # The corner is at the bottom right, so rows up to `stop` are a request of their own, with the keys up to their corner.
+        # The corner is at the bottom right, so rows up to `stop` are a request of their own, with the keys up to their
+        # corner.
         keys = slice(k.shape[0] - (q.shape[0] - rows.stop)) if causal else slice(None)
         part = (q[None, rows, heads], *(x[None, keys, kv_head : kv_head + 1] for x in (k, v)))
         error, budget = error_and_budget(part, causal, got[None, rows, heads])

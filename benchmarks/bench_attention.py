@@ -50,6 +50,8 @@ PREFILL = (
     prefill(1, 2048),
 )
 QUICK_PREFILL = (PREFILL[1], PREFILL[5])
+# 16 k tokens in sequences of every length, which the pages for users draw; two of them are in PREFILL already.
+LENGTHS = tuple(prefill(16384 // length, length) for length in (512, 1024, 2048, 8192))
 # Also through the code for every GPU of this compute capability, which has nothing newer than mma.sync.
 PORTABLE = (PREFILL[1], PREFILL[2])
 PORTABLE_BAR = Bar("ratio", 1.0, FLASH_SDPA)
@@ -125,7 +127,8 @@ def decode_rows(run: Run) -> Iterator[Row]:
 
 def prefill_rows(run: Run) -> Iterator[Row]:
     """As many queries as keys, against the matmul ceiling and the peers."""
-    for shape in filter(lambda s: run.wants(f"{s.name} prefill"), QUICK_PREFILL if run.quick else PREFILL):
+    shapes = QUICK_PREFILL if run.quick else (*PREFILL, *LENGTHS)
+    for shape in filter(lambda s: run.wants(f"{s.name} prefill"), shapes):
         problem = Dense(shape)
         calls = candidates(run, problem, PREFILL_PEERS)
         if shape in PORTABLE and (arch := portable_arch()):

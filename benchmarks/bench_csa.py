@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import eager
 import harness
 import peers
 import runner
@@ -208,11 +209,11 @@ class Oracle:
         self.problem, self.direction = problem, direction
         self.exact = self._eager(torch.float64, torch.float64)
         self.budgets = {}
-        for name, eager in self._eager(torch.float32, None).items():
+        for name, result in self._eager(torch.float32, None).items():
             steps = math.sqrt(problem.shape.num_rows) if name == "grad_ape" else 1
             largest = self.exact[name].abs().max().item()
-            ulp = torch.finfo(eager.dtype).eps * 2.0 ** math.floor(math.log2(largest))
-            self.budgets[name] = 2 * (self._error(name, eager) + steps * ulp)
+            ulp = torch.finfo(result.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+            self.budgets[name] = 2 * (self._error(name, result) + steps * ulp)
 
     def check(self, call: Callable[[], object], who: str, unchecked: Sequence[str] = ()) -> None:
         """Runs `call` on poisoned outputs and raises AssertionError naming the first result over its budget."""
@@ -262,13 +263,28 @@ def gated_candidates(
     return candidates
 
 
+def gated_eager(problem: Problem, direction: str) -> Callable[[], object]:
+    """The same in plain torch, by autograd in the backward, which has passed the check."""
+    shape, inputs = problem.shape, (problem.kv, problem.score, problem.ape)
+    blocks = {"segments": shape.segments, "coff": shape.coff}
+    if direction == "fwd":
+        call = eager.compressor_forward(*inputs, **blocks)
+    else:
+        call = eager.compressor_backward(*inputs, problem.grad_out, **blocks)
+    checked = eager.writing(call, tuple(problem.results(direction).values()))
+    harness.require_green(lambda: Oracle(problem, direction).check(checked, eager.NAME))
+    return call
+
+
 def speed_rows(run: Run) -> Iterator[Row]:
-    """Each pack against the peer; the backward also deterministic against atomic."""
+    """Each pack against the peer and plain torch; the backward also deterministic against atomic."""
     for shape in QUICK_SPEED if run.quick else SPEED:
         for direction in filter(lambda d: run.wants(f"{shape.name} {d}"), DIRECTIONS):
-            candidates = gated_candidates(Problem(shape), direction, run.peer, atomic=True)
-            us = harness.measure_group(candidates, repeats=run.repeats)
-            size_bytes, beside = shape.bytes(direction), {n: us[n] for n in us if n == PEER}
+            problem = Problem(shape)
+            candidates = gated_candidates(problem, direction, run.peer, atomic=True)
+            candidates[eager.NAME] = gated_eager(problem, direction)
+            us = harness.measure_group(candidates, repeats=run.repeats, scrubs=eager.SCRUBS)
+            size_bytes, beside = shape.bytes(direction), {n: us[n] for n in us if n in (PEER, eager.NAME)}
             yield run.row(shape.name, direction, us["ours"], size_bytes, beside, getattr(shape, direction))
             if direction == "bwd":
                 name, beside = f"{shape.name} deterministic", {ATOMIC: us[ATOMIC]}

@@ -1,6 +1,7 @@
 """Speed of paged GQA attention: decode and prefill at several page sizes beside dense keys, growth, host time.
 
-    python benchmarks/bench_paged_attention.py                          all cases; writes benchmarks/results/<gpu>/paged_attention.json
+    python benchmarks/bench_paged_attention.py                          all cases; writes
+                                                                        benchmarks/results/<gpu>/paged_attention.json
     python benchmarks/bench_paged_attention.py --quick --cases decode   a few of them; only prints
 
 Every problem passes a check against fp64 before it is timed; a failed check ends the run without a figure.
@@ -37,12 +38,13 @@ from runner import Run
 
 FA4 = peers.FlashAttention4.name
 OURS_DENSE = "ours dense"
-# What pages may cost: 16 tokens and more against dense keys, single tokens against pages of 16 (decode) or dense keys (prefill).
+# What pages may cost: 16 tokens and more against dense keys, single tokens against pages of 16 (decode) or dense keys
+# (prefill).
 PAGED_LIMIT, SINGLE_TOKEN_LIMIT = 1.05, 1.1
 
 DECODE_PAGE_SIZES = (16, 1)
-# The dense peers stand beside every decode. flash-attn-4, the paged one here, does not split keys and compiles 3 s for each
-# kind of head: it is timed where one compile serves both shapes.
+# The dense peers stand beside every decode. flash-attn-4, the paged one here, does not split keys and compiles 3 s for
+# each kind of head: it is timed where one compile serves both shapes.
 FA4_DECODE = (DECODE[1], DECODE[3])
 
 # Shape -> page sizes.
@@ -61,7 +63,8 @@ HOST = {"decode": Shape(4, 1, 128), "prefill": Shape(1, 64, 64, causal=True)}
 
 
 class Paged(Problem):
-    """Keys and values in pages: decode of q ``(B, 1, Hq, D)``, or causal prefill of packed q ``(T, Hq, D)`` with `q_lens`.
+    """Keys and values in pages: decode of q ``(B, 1, Hq, D)``, or causal prefill of packed q ``(T, Hq, D)`` with
+    `q_lens`.
 
     Args:
         caches: k and v, ``(P, ps, Hkv, D)``.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import eager
 import harness
 import peers
 import runner
@@ -153,6 +154,13 @@ class Problem:
         return error, 2 * (eager_error + ulp)
 
 
+def gated_eager(problem: Problem) -> Callable[[], object]:
+    """The same in plain torch, which has passed the check."""
+    call = eager.rotary(problem.q, problem.k, **problem.lookup)
+    harness.require_green(lambda: problem.check(eager.writing(call, (problem.q, problem.k)), eager.NAME))
+    return call
+
+
 def gated_candidates(problem: Problem, peer: peers.FlashinferRope | None) -> dict[str, Callable[[], object]]:
     """Bound calls of ours, which has passed the check, and of the peer, if it has."""
     candidates = {"ours": problem.bound()}
@@ -168,12 +176,13 @@ def gated_candidates(problem: Problem, peer: peers.FlashinferRope | None) -> dic
 
 
 def speed_rows(run: Run) -> Iterator[Row]:
-    """Each number of tokens against the copy ceiling, torch's kernels of the same size, and the peer."""
+    """Each number of tokens against the copy ceiling, torch's kernels of the same size, plain torch, and the peer."""
     for shape in filter(lambda s: run.wants(s.name), QUICK_SPEED if run.quick else SPEED):
         problem = Problem(shape)
         moves = {SAME_SIZE_COPY: problem.copy(), SAME_SIZE_NEG: problem.negation()}
         repeats = run.repeats * (SHORT_REPEATS if shape.tokens <= SHORT_TOKENS else 1)
-        us = harness.measure_group({**gated_candidates(problem, run.peer), **moves}, repeats=repeats)
+        calls = {**gated_candidates(problem, run.peer), eager.NAME: gated_eager(problem), **moves}
+        us = harness.measure_group(calls, repeats=repeats, scrubs=eager.SCRUBS)
         beside = {COPY_CEILING: run.floor_us(shape.bytes)} | {name: us[name] for name in us if name != "ours"}
         yield run.row(shape.name, "rotate", us["ours"], shape.bytes, beside, shape.bars)
 

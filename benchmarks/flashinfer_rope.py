@@ -1,9 +1,11 @@
-"""flashinfer's rotary kernels where neither its package nor nvcc is: cut out of its header, compiled by NVRTC, launched by the driver.
+"""flashinfer's rotary kernels where neither its package nor nvcc is: cut out of its header, compiled by NVRTC, launched
+by the driver.
 
     python benchmarks/flashinfer_rope.py <checkout of flashinfer> <nvidia/cu13 of the CUDA wheels> <folder>
     CUTEFORGE_BENCH_FLASHINFER_ROPE=<folder> python benchmarks/bench_rotary.py
 
-The wheels are nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl; no GPU is needed to build. The folder is not for a repository.
+The wheels are nvidia-cuda-nvrtc, nvidia-cuda-runtime and nvidia-cuda-cccl; no GPU is needed to build. The folder is not
+for a repository.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ def build(checkout: pathlib.Path, cuda: pathlib.Path, folder: pathlib.Path) -> N
     include = checkout / "include" / "flashinfer"
     source = source_of(*((include / name).read_text() for name in ("pos_enc.cuh", "vec_dtypes.cuh")))
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"rope.cu", 0, [], []))
+    sizes = f"{HEAD_DIM}, {ACCESS_ELEMS}, {CTA_X}"
     instances = {
-        f"{kind}, {interleaved}": f"flashinfer::{kernel}<{interleaved}, {HEAD_DIM}, {ACCESS_ELEMS}, {CTA_X}, __nv_bfloat16, long long>"
+        f"{kind}, {interleaved}": f"flashinfer::{kernel}<{interleaved}, {sizes}, __nv_bfloat16, long long>"
         for kind, kernel in KERNELS.items()
         for interleaved in ("false", "true")
     }
@@ -92,7 +95,8 @@ def build(checkout: pathlib.Path, cuda: pathlib.Path, folder: pathlib.Path) -> N
 
 
 class RopeKernels:
-    """The kernels of a folder that `build` wrote, launched as flashinfer launches them: bf16, head dim 128, int64 positions, in place.
+    """The kernels of a folder that `build` wrote, launched as flashinfer launches them: bf16, head dim 128, int64
+    positions, in place.
 
     The launches are the driver's, through Python: their host time says nothing about flashinfer.
     """

@@ -23,8 +23,8 @@ class CudnnCompressor:
     """The CSA compressor kernels of nvidia-cudnn-frontend, launched directly.
 
     Its own API refuses GPUs below compute capability 10.0, though the kernels use nothing newer than plain loads;
-    called below that API, they are compiled for the current GPU. Inputs: contiguous bf16 kv, score, out and gradients, fp32
-    ape, int32 offsets. Nothing is allocated or filled by the callables.
+    called below that API, they are compiled for the current GPU. Inputs: contiguous bf16 kv, score, out and gradients,
+    fp32 ape, int32 offsets. Nothing is allocated or filled by the callables.
     """
 
     name = "cudnn-frontend"
@@ -57,7 +57,8 @@ class CudnnCompressor:
     ) -> Callable[[], Any]:
         """Callable that launches the default (atomic) backward kernel.
 
-        grad_kv and grad_score are overwritten; grad_ape is added to, and zeroing it is left to the caller and not timed.
+        grad_kv and grad_score are overwritten; grad_ape is added to, and zeroing it is left to the caller and not
+        timed.
         """
         num_rows, d = grad_out.shape
         operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
@@ -99,8 +100,8 @@ class FlashinferRope:
 
 
 def find_flashinfer_rope() -> tuple[FlashinferRope | flashinfer_rope.RopeKernels | None, str]:
-    """The peer and its version, or None and the reason. Never raises for a missing peer. The package compiles at its first call; without it
-    the kernels that `flashinfer_rope.py` has built will do."""
+    """The peer and its version, or None and the reason. Never raises for a missing peer. The package compiles at its
+    first call; without it the kernels that `flashinfer_rope.py` has built will do."""
     try:
         if importlib.util.find_spec("flashinfer") is None:
             if (folder := os.environ.get(flashinfer_rope.ENVIRONMENT)) is None:
@@ -121,7 +122,8 @@ class TorchSdpa:
         self._backend = backend
 
     def attend(self, q, k, v, *, causal: bool) -> Callable[[], Any]:
-        """Callable that returns ``(B, L, Hq, D)``. q ``(B, L, Hq, D)``, k, v ``(B, S, Hkv, D)``; causal needs L == S."""
+        """Callable that returns ``(B, L, Hq, D)``. q ``(B, L, Hq, D)``, k, v ``(B, S, Hkv, D)``; causal needs L ==
+        S."""
         from torch.nn.attention import sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -141,7 +143,8 @@ def find_cudnn_sdpa() -> tuple[TorchSdpa | None, str]:
 
 
 def find_flash_sdpa() -> tuple[TorchSdpa | None, str]:
-    """torch's own FlashAttention 2 and the version of torch, or None and the reason. Never raises for a missing peer."""
+    """torch's own FlashAttention 2 and the version of torch, or None and the reason. Never raises for a missing
+    peer."""
     return _find_sdpa(FLASH_SDPA, "FLASH_ATTENTION", lambda torch: f"torch {torch.__version__}")
 
 
@@ -154,10 +157,11 @@ def _find_sdpa(name: str, backend: str, version: Callable[[types.ModuleType], st
 
 
 class FlashAttention4:
-    """The CuTe-DSL kernels of flash-attn-4, through its public functions. KV is not split: on Hopper it does not offer that.
+    """The CuTe-DSL kernels of flash-attn-4, through its public functions. KV is not split: on Hopper it does not offer
+    that.
 
-    Each callable allocates its result, about 80 us of host time in all, and returns it in the layout of q. It compiles at its
-    first call.
+    Each callable allocates its result, about 80 us of host time in all, and returns it in the layout of q. It compiles
+    at its first call.
     """
 
     name = "flash-attn-4"
@@ -172,8 +176,11 @@ class FlashAttention4:
 
     def attend_packed(self, q, k, v, cu_seqlens, max_seqlen: int, *, causal: bool) -> Callable[[], Any]:
         """q ``(T, Hq, D)``, k, v ``(T, Hkv, D)``, cu_seqlens int32 ``(B + 1,)`` of both."""
-        lengths = {f"{what}_{side}": value for side in "qk" for what, value in
-                   (("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen))}  # fmt: skip
+        lengths = {
+            f"{what}_{side}": value
+            for side in "qk"
+            for what, value in (("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen))
+        }
         return self._result_of(functools.partial(self._varlen, q, k, v, **lengths, causal=causal))
 
     def attend_paged(

@@ -1,10 +1,10 @@
-"""Draws the benchmark records: how near the ceilings, beside other libraries, and growth. Needs matplotlib, no GPU.
+"""Draws the benchmark records: the speed of each library, how near the ceilings, and growth. Needs matplotlib, no GPU.
 
     python benchmarks/plots.py DIR                            every record in benchmarks/results, as PNG and SVG
     python benchmarks/plots.py docs/assets/plots --format svg    those in the docs
     python benchmarks/plots.py DIR --results OTHER            the records in OTHER
 
-Writes DIR/<gpu>/<name>.<format>; names are roofline, growth, and peers_<family>.
+Writes DIR/<gpu>/<name>.<format>; names are speed_<what>, roofline, growth, and peers_<family>.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import harness
 import runner
+import speeds
 
 FORMATS = ("png", "svg")
 GROWTH = "growth "
@@ -109,6 +110,9 @@ def render(
 
 def draw(families: Mapping[str, Report]) -> Iterator[tuple[str, Any]]:
     """Name and figure of each drawing of one GPU."""
+    for name, panels in speeds.DRAWINGS.items():
+        if any(panel.family in families and panel.cases(families[panel.family]) for panel in panels):
+            yield name, draw_speeds(families, panels)
     yield "roofline", draw_roofline(families)
     yield "growth", draw_growth(families)
     for family, report in families.items():
@@ -125,6 +129,38 @@ def draw_roofline(families: Mapping[str, Report]):
     _draw_points(arithmetic, roofline_points(families, "flops"), 1e-9, "GFLOP of a launch", "TFLOP/s")
     _title(figure, families, "speed under the measured ceilings")
     return figure
+
+
+def draw_speeds(families: Mapping[str, Report], panels: Sequence[speeds.Panel]):
+    """For each size one bar a library, higher is faster, under what the GPU reaches at most."""
+    shown = [(panel, panel.cases(families[panel.family])) for panel in panels if panel.family in families]
+    shown = [(panel, cases) for panel, cases in shown if cases]
+    names = list(dict.fromkeys(name for _, cases in shown for name in speeds.names_in(cases)))
+    figure, all_axes = _figure(len(shown), 3.4)
+    for axes, (panel, cases) in zip(all_axes, shown, strict=True):
+        _draw_speed_bars(axes, cases, names)
+        ceiling = families[panel.family]["ceilings"][panel.ceiling]
+        axes.axhline(ceiling, color="black", linewidth=0.8, linestyle="--")
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.size, fontsize=8)
+        axes.set_ylabel(panel.unit, fontsize=8)
+        axes.set_ylim(0, 1.08 * ceiling)
+        axes.tick_params(labelsize=7)
+    _name_colors(figure, names)
+    used = {panel.family: families[panel.family] for panel, _ in shown}
+    _title(figure, used, "speed, higher is faster; dashed: the measured ceiling")
+    return figure
+
+
+def _draw_speed_bars(axes, cases: Sequence[speeds.Case], names: Sequence[str]) -> None:
+    """A group of bars a case; a library keeps its color in every panel, and leaves no gap where it was not measured."""
+    for x, case in enumerate(cases):
+        width = 0.8 / len(case.speeds)
+        for place, (name, speed) in enumerate(case.speeds.items()):
+            left = x - 0.4 + place * width
+            axes.bar(left, speed, width=0.92 * width, align="edge", color=f"C{names.index(name)}")
+    axes.grid(False, axis="x")
+    axes.set_xticks(range(len(cases)), [case.label for case in cases])
 
 
 def draw_peers(family: str, report: Report, found: Sequence[Comparison]):

@@ -1,6 +1,6 @@
 """Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
-python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md and README.md
+python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md, docs/dev/performance.md, README.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
@@ -25,15 +25,17 @@ import harness
 import peers
 import plots
 import runner
+import speeds
 from harness import Bar, Row
 
 DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
-PAGES_DIR, PERFORMANCE_PAGE, README = DOCS_DIR / "api", DOCS_DIR / "performance.md", DOCS_DIR.parent / "README.md"
+PAGES_DIR, README = DOCS_DIR / "api", DOCS_DIR.parent / "README.md"
+PERFORMANCE_PAGE, TARGETS_PAGE = DOCS_DIR / "performance.md", DOCS_DIR / "dev" / "performance.md"
 TITLES = {
-    "csa": "CSA / HCA compressor",
-    "rotary": "Rotary embedding",
-    "attention": "GQA attention",
+    "attention": "Attention",
     "paged_attention": "Paged attention",
+    "rotary": "Rotary embedding",
+    "csa": "CSA / HCA compressor",
 }
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NO_RESULTS = "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, `python benchmarks/render_results.py` this section."
@@ -90,6 +92,68 @@ def render_summary(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             extremes = (min(ratios), statistics.median(ratios), max(ratios))
             lines.append((group.title, ", ".join(names), str(len(ratios)), *(f"{ratio:.2f}" for ratio in extremes)))
     return _table(SUMMARY_HEADER, SUMMARY_RULE, *lines)
+
+
+def render_speeds(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """For one who chooses: of each panel the speed of every library, then what a call and a first use cost."""
+    sections = [_speed_section(panel, report) for panel in speeds.TABLES for report in reports[panel.family]]
+    sections += [_host_section(reports), _start_section(reports)]
+    return "\n\n".join(filter(None, sections)) or NO_RESULTS.format(family="*")
+
+
+def _speed_section(panel: speeds.Panel, report: Mapping[str, Any]) -> str:
+    """Empty where the record holds no such case."""
+    harness.check_report(report)
+    cases = panel.cases(report)
+    if not cases:
+        return ""
+    names = speeds.names_in(cases)
+    digits = 0 if panel.work == "flops" else 2
+    lines = [(case.label, *(_speed(case.speeds.get(name), digits) for name in names)) for case in cases]
+    ceiling = f"{report['ceilings'][panel.ceiling]:.{digits}f}"
+    facts = f"{panel.unit} on one {report['gpu']}, whose measured ceiling is {ceiling}. Run of {report['date'][:10]}."
+    rule = ("---", *("---:" for _ in names))
+    return f"### {panel.title}\n\n{facts}\n\n{_table((panel.size, *names), rule, *lines)}"
+
+
+def _speed(speed: float | None, digits: int) -> str:
+    return "–" if speed is None else f"{speed:.{digits}f}"
+
+
+def _host_section(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """One line for each kernel: what its entries take, and the calls of others that the same run timed."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for family, title in TITLES.items():
+        for row in (row for report in reports[family] for row in report["rows"] if row["metric"] == "host"):
+            entry, _, suffix = row["case"].partition(" ")
+            others = (f"{name} {us:.1f}" for name, us in row["peers_us"].items() if name != runner.RAW)
+            line = lines.setdefault((title, suffix), {"others": ", ".join(others)})
+            line[entry] = f"{row['ours_us']:.1f}"
+    if not lines:
+        return ""
+    columns = (*runner.HOST_BARS, "others")
+    body = [(f"{title}, {kind}", *(line.get(name, "–") for name in columns)) for (title, kind), line in lines.items()]
+    header = ("µs of the CPU for one call", "bound", "`execute`", "wrapper", "function that chooses", "others")
+    return f"### What a call costs on the host\n\n{_table(header, ('---', *['---:'] * 4, '---'), *body)}"
+
+
+def _start_section(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Seconds of a fresh process, and what of the start is torch's own."""
+    lines = [
+        (TITLES[family], row["case"], _seconds(row["ours_us"]), _seconds(row["peers_us"].get(runner.CUDA_START)))
+        for family in TITLES
+        for report in reports[family]
+        for row in report["rows"]
+        if row["metric"] == "start"
+    ]
+    if not lines:
+        return ""
+    header = ("", "in a fresh process", "seconds", "torch's CUDA start beside it")
+    return f"### What a first use costs\n\n{_table(header, ('---', '---', '---:', '---:'), *lines)}"
+
+
+def _seconds(us: float | None) -> str:
+    return "" if us is None else f"{us * 1e-6:.2g}"
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
@@ -149,7 +213,8 @@ def _attention_bars(case: str, metric: str, peers_us: Mapping[str, float]) -> tu
         return (bench_attention.PORTABLE_BAR,)
     if case.startswith("ragged "):
         return next((ragged.bars for ragged in bench_attention.RAGGED if ragged.name == case), ())
-    shapes = attention_problem.DECODE if metric == "decode" else bench_attention.PREFILL
+    prefill = (*bench_attention.PREFILL, *bench_attention.LENGTHS)
+    shapes = attention_problem.DECODE if metric == "decode" else prefill
     return next((shape.all_bars(peers_us) for shape in shapes if shape.name == case), ())
 
 
@@ -196,7 +261,8 @@ def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[path
     reports = {family: _reports(results_dir, family) for family in TITLES}
     bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in TITLES}
     sections = (f"### {title}\n\n{render_targets(family, reports[family])}" for family, title in TITLES.items())
-    bodies[PERFORMANCE_PAGE] = "\n\n".join(sections)
+    bodies[PERFORMANCE_PAGE] = render_speeds(reports)
+    bodies[TARGETS_PAGE] = "\n\n".join(sections)
     bodies[README] = render_summary(reports)
     return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}
 

@@ -1,4 +1,5 @@
-"""What a benchmark of a kernel family is made of: the run that its sections share, sections of every family, its `main`."""
+"""What a benchmark of a kernel family is made of: the run that its sections share, sections of every family, its
+`main`."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def growth_rows(
     ceiling: str = "copy_tbps",
     label: str = "{tokens} tokens",
 ) -> Iterator[Row]:
-    """Rows of one kernel at growing sizes: each against its time if every token cost what it costs at the best smaller size.
+    """Rows of one kernel at growing sizes: each against its time if every token cost what it costs at the best smaller
+    size.
 
     A fixed launch latency makes small sizes dearer per token; what must not happen is that a larger one is.
 
@@ -115,8 +117,8 @@ def first_use_rows(run: Run, code: str, label: str = "first use", warm_processes
     """A first use in a fresh process with an empty cache, and in the next processes.
 
     Args:
-        code: for `harness.run_fresh`; prints an object with `cuda_us` (creating the context and the inputs), `first_us`, a
-            `checksum` of the result, and whether it `imported_cutlass`.
+        code: for `harness.run_fresh`; prints an object with `cuda_us` (creating the context and the inputs),
+            `first_us`, a `checksum` of the result, and whether it `imported_cutlass`.
     """
     with tempfile.TemporaryDirectory() as cache:
         env = {"CUTEFORGE_CACHE_DIR": cache}

@@ -6,9 +6,9 @@
     python benchmarks/tune_attention.py --prefill --arch sm_90 --tiles 2,4,1,32,2,2,1 1,8,1,64,2,1 --cases d128
 
 The third line is two warpgroups of sm_90a, the fourth the portable kernel beside it. A tile is
-m_blocks,row_warps,key_warps,tile_n,num_stages,ctas_per_sm[,queries_in_smem]. `shares` after a tile's name is the same tile without clusters,
-`one` one CTA a unit. What came out, and what was expected before, belongs in docs/dev/tuning/attention.md. Every tile
-passes the check against fp64 before it is timed.
+m_blocks,row_warps,key_warps,tile_n,num_stages,ctas_per_sm[,queries_in_smem]. `shares` after a tile's name is the same
+tile without clusters, `one` one CTA a unit. What came out, and what was expected before, belongs in
+docs/dev/tuning/attention.md. Every tile passes the check against fp64 before it is timed.
 """
 
 from __future__ import annotations

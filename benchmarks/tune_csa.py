@@ -2,8 +2,9 @@
 
     python benchmarks/tune_csa.py --direction bwd --cases d512 --tiles 16,2,2,1 8,2,2,2 8,2,3,2
 
-A tile is num_warps,cols_per_lane,num_stages,ctas_per_sm; windows longer than 32 entries are split over the warps. What came out, and what was
-expected before, belongs in docs/dev/tuning/csa.md. Results are compared with those of the chosen tile, so a wrong tile has no figure.
+A tile is num_warps,cols_per_lane,num_stages,ctas_per_sm; windows longer than 32 entries are split over the warps. What
+came out, and what was expected before, belongs in docs/dev/tuning/csa.md. Results are compared with those of the chosen
+tile, so a wrong tile has no figure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fixtures and rules all tests share.
 
-Tests under ``fe_api/`` run kernels and are marked ``gpu``, as are some elsewhere: they are skipped only where torch sees no CUDA device. A missing
-capability (a second GPU, memory) is skipped by the test that needs it, with the reason.
+Tests under ``fe_api/`` run kernels and are marked ``gpu``, as are some elsewhere: they are skipped only where torch
+sees no CUDA device. A missing capability (a second GPU, memory) is skipped by the test that needs it, with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def pytest_cmdline_main(config) -> None:
 
 def pytest_configure(config) -> None:
     if config.inipath != _SETTINGS:
-        # pytest looks for its settings before it knows the options below, and takes a FILE that exists for one more path with tests
+        # pytest looks for its settings before it knows the options below, and takes a FILE that exists for one more
+        # path with tests
         raise pytest.UsageError(f"{_SETTINGS.name} was not found: write --gpu-record=FILE, with an equals sign")
     config.addinivalue_line("markers", "gpu: runs a kernel; needs a CUDA device")
     config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
@@ -97,7 +98,8 @@ def device():
 def _leave_dead_context(error: Exception) -> None:
     """End a worker of pytest-xdist whose CUDA context an illegal access has made useless.
 
-    The controller reports this test as the one that crashed and starts another worker, so that no later test fails for it.
+    The controller reports this test as the one that crashed and starts another worker, so that no later test fails for
+    it.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         print(error, flush=True)

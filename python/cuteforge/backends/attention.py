@@ -42,38 +42,60 @@ def attention(
     backend: registry.Backend | None = None, *,
     scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``softmax(scale * q k^T) v`` of every head, by the backend that serves the call.
+    """``softmax(scale * q k^T) v`` for every head, by the first backend that serves the call.
 
-    Dims: B requests, L query tokens, S keys, Hq = G * Hkv heads, query head h reading KV head h // G; D and Dv head dims; T packed tokens.
+    Dims: B requests, L query tokens, S keys, T packed tokens; Hq query heads and Hkv KV heads with Hq = G * Hkv, where
+    query head h reads KV head ``h // G``; D and Dv head dims.
 
     Args:
-        q, k, v: without a cache ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``. With one the new tokens of its bound batch, packed:
-            ``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)``, in decode also ``(B, 1, H, D)``. k and v are stored in the cache, and attention
-            runs over all tokens of each request: call it once for each layer and bind.
+        q, k, v: without a cache ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``, one floating dtype and
+            device. With a cache the new tokens of its bound batch, packed: ``(T, Hq, D)``, ``(T, Hkv, D)``,
+            ``(T, Hkv, Dv)``, or in decode ``(B, 1, H, D)``. k and v are stored in the cache, and attention runs over
+            all tokens of each request. Call it once for each layer and bind.
         kv_cache: a `KVCache` after `bind_prefill` or `bind_decode`.
         layer_id: the layer of the cache.
-        attn_mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 broadcast. With a cache its columns are
-            positions, its rows the request's new tokens, and what it lacks counts as masked.
-        is_causal: query i of L sees key j iff ``j <= i + (S - L)``, L and S being those of the request; AND with the mask.
-        fwd: ``"decode"`` or ``"prefill"``; None: without a cache decode up to 16 query tokens, with one what was bound.
-        backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them: that one, or an error. None: the one of
-            `attn_backend`, else of CUTEFORGE_BACKEND, else the first by priority that serves the call.
+        attn_mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``. B and L of 1 are
+            broadcast. With a cache its columns are positions in the request, its rows are the request's new tokens, and
+            what it lacks counts as masked.
+        is_causal: query i of L sees key j only if ``j <= i + (S - L)``, with L and S of the request. A mask applies on
+            top.
+        fwd: ``"decode"`` or ``"prefill"``. None: with a cache what was bound; without one decode for up to 16 query
+            tokens.
+        backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them: use this one or raise. None:
+            the one of `attn_backend`, else of CUTEFORGE_BACKEND, else the first by priority that serves the call.
         scale: of the scores, any finite number; None is ``D**-0.5``.
-        window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
-            `is_causal` right is 0. AND with the mask.
-        softcap: from 1e-6 to 1e4: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
-        sinks: ``(Hq,)`` of a floating dtype, one more logit of each query head, not scaled, that joins the denominators and has no value.
+        window: ``(left, right)``: query i stands at position ``p = i + (S - L)`` and sees key j only if
+            ``p - left <= j <= p + right``. None on a side is no limit; `is_causal` makes right 0. A mask applies on
+            top.
+        softcap: a number from 1e-6 to 1e4 turns each score s into ``softcap * tanh(s / softcap)``. None or 0 leaves
+            scores as they are.
+        sinks: ``(Hq,)`` of a floating dtype, one more logit for each query head. It is not scaled, counts in the
+            denominator, and has no value.
 
     Returns:
-        ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv for D; new memory. A query that sees no key gives 0.
-        Calls that need a gradient are served by a backend that has one. Over a cache it reaches q and the new tokens'
-        k and v; what earlier calls stored is constant.
+        ``(B, L, Hq, Dv)``, or with a cache the shape of q with Dv in place of D; dtype of q, new memory. A query that
+        sees no key
+        gives 0.
 
-    Numerics: those of the backend; at least fp32 sums and one rounding of the result.
+    A call that needs a gradient goes to a backend that has one. Over a cache the gradient reaches q and the new tokens'
+    k and v; what earlier calls stored is constant.
+
+    Numerics: those of the backend; sums are at least fp32, and the result is rounded once.
 
     Raises:
         ContractError: the arguments contradict each other; names the argument.
-        UnsupportedError: no backend serves the call, or not the one that was asked for; lists the refusals. Nothing was launched.
+        UnsupportedError: no backend serves the call, or the one that was asked for does not; lists the refusals.
+            Nothing was launched.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention
+        >>> q = torch.randn(2, 5, 8, 64, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 7, 2, 64)
+        >>> out = attention(q, k, v, is_causal=True)
+        >>> out.shape
+        torch.Size([2, 5, 8, 64])
+        >>> out.sum().backward()
     """
     options, known_as = _options(window, softcap, sinks), None
     if kv_cache is None and not options and not is_traced(q):

@@ -67,19 +67,23 @@ def compress(
     cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Gated pooling of a packed token stream, by the kernels on a GPU that runs them and in eager torch elsewhere.
+    """Gated pooling of a packed token stream: by the kernels on a GPU that runs them, and in eager torch elsewhere.
 
-    Dims: T packed tokens, B segments, N output rows, d head dim. See `CSACompressorForward` for the operation.
+    Dims: T packed tokens, B segments, N output rows, d head dim. See `CSACompressorForward` for the operation and its
+    numerics.
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, of one dtype.
         ape: ``(ratio, coff*d)`` fp32.
         cu_seqlens: ``(B+1,)`` int32, or int64, which is converted.
-        ratio, coff: the window: tokens a block, and 1 or 2 blocks. In eager torch any ratio.
-        cu_seqlens_comp: ``(B+1,)``; None builds it on the device: ``len_s // ratio`` rows for each segment.
-        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which synchronizes; given, nothing does. More rows than that is capacity padding, fewer
-            truncates.
-        backend: ``"cuda"`` or ``"torch_native"``: that one, or an error. None: the one of CUTEFORGE_BACKEND, else the first that serves the call.
+        ratio, coff: tokens of a block, and the blocks that a row pools, 1 or 2. The kernels serve ratios up to 256,
+            eager torch any.
+        cu_seqlens_comp: ``(B+1,)``, where each segment's rows start. None builds it on the device: ``len_s // ratio``
+            rows for each segment.
+        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which waits for the GPU; with a number nothing waits. More
+            rows than that are padding up to a fixed capacity; with fewer the rest is left out.
+        backend: ``"cuda"`` or ``"torch_native"``: use this one or raise. None: the one of CUTEFORGE_BACKEND, else the
+            first that serves the call.
 
     Returns:
         ``(N, d)``, dtype of kv, new memory; once differentiable for kv, score and ape.
@@ -87,6 +91,16 @@ def compress(
     Raises:
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import compress
+        >>> kv, score = torch.randn(2, 25, 2 * 64)  # segments of 20 and 5 tokens
+        >>> ape = torch.zeros(4, 2 * 64, requires_grad=True)
+        >>> out = compress(kv, score, ape, torch.tensor([0, 20, 25]), ratio=4, coff=2)
+        >>> out.shape
+        torch.Size([6, 64])
+        >>> out.sum().backward()
     """
     inputs, known_as = (kv, score, ape, cu_seqlens, cu_seqlens_comp), None
     if type(total_comp) is int and total_comp >= 0 and not is_dynamo_compiling():

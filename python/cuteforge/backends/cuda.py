@@ -44,7 +44,18 @@ _NO_DERIVATIVE = {
 
 
 class CudaBackend(AttentionBackend):
-    """The CuTe-DSL kernels: bf16 and fp16 on CUDA, no derivative. Decode over a cache stores and attends in one launch."""
+    """The library's own kernels: bf16 and fp16 on CUDA, no derivative. Decode over a cache stores and attends in one
+    launch.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CudaBackend, attention
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 256, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> out = attention(q, k, v, backend=CudaBackend)
+        >>> bool((out - attention(q, k, v, backend="torch_native")).abs().max() < 0.02)
+        True
+    """
 
     name = "cuda"
     priority = 100

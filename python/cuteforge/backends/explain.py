@@ -25,8 +25,8 @@ def explain(
     Launches nothing. For the plan of a kernel it compiles a function of the host, once for each kernel.
 
     Args:
-        function: `attention`, `apply_rotary_emb` or `compress`, or the name of one. A tensor stands for q of a call of attention:
-            ``explain(q, k, v)`` is ``explain(attention, q, k, v)``.
+        function: `attention`, `apply_rotary_emb` or `compress`, or the name of one. A tensor stands for q of a call of
+            attention: ``explain(q, k, v)`` is ``explain(attention, q, k, v)``.
         args, kwargs: of the call. The values of tensors are not read, so they may be on the meta device.
         arch: e.g. ``"sm_90a"``: the call as if on a GPU of this architecture, whatever is here; other backends are
             asked as on CUDA. None: the call as it is.
@@ -38,6 +38,16 @@ def explain(
     Raises:
         ContractError: no policy function, arguments that the call would refuse, or `arch` is no architecture.
         UnsupportedError: `arch` is below compute capability 8.0.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, explain
+        >>> q = k = v = torch.randn(1, 16, 8, 64, dtype=torch.bfloat16)
+        >>> print(explain(attention, q, k, v, is_causal=True))
+        attention: torch_native (by priority)
+          cuda          the kernels run on CUDA, this call is on cpu
+          flash         flash-attn runs on CUDA, this call is on cpu
+          torch_native  chosen
     """
     if isinstance(function, torch.Tensor):
         return explain_attention(function, *args, arch=arch, **kwargs)

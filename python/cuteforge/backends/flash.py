@@ -28,7 +28,17 @@ class _Library:
 
 
 class FlashAttnBackend(AttentionBackend):
-    """flash-attn: bf16 and fp16 on CUDA, no masks and no options; has gradients without a cache. Over a cache version 4 only."""
+    """flash-attn, where it is installed: bf16 and fp16 on CUDA, without masks and options. It has gradients without a
+    cache. Over a cache only its version 4 is used.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import FlashAttnBackend, explain
+        >>> q = k = v = torch.randn(1, 16, 8, 64, dtype=torch.bfloat16)
+        >>> decision = explain(q, k, v, backend=FlashAttnBackend)
+        >>> decision.verdicts[0].refusal
+        'flash-attn runs on CUDA, this call is on cpu'
+    """
 
     name = "flash"
     priority = 50

@@ -24,15 +24,28 @@ OPTIONS = ("window", "softcap", "sinks")
 
 
 class Request(NamedTuple):
-    """The facts of a call of `attention` that decide who serves it; sizes that vary from call to call are none.
+    """The facts of a call of `attention` that decide who serves it. Sizes that change from call to call are not among
+    them.
 
     Attributes:
         device, dtype: of q.
+        head_dim, v_dim, num_heads, num_kv_heads: D, Dv, Hq and Hkv.
         fwd: ``"decode"`` or ``"prefill"``.
         is_cached: over a KVCache.
-        derivative: as `selection.derivative_of`.
-        options: those of `OPTIONS` that the call has.
+        has_mask, is_causal: whether the call has a mask, and whether it is causal.
+        derivative: ``"graph"``, for a graph of autograd in grad mode; ``"transform"``, for torch.func or forward mode;
+            or None.
+        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` the call has.
         target: the architecture that `explain` asks for; the GPU of `device` need not be here then.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge.backends.interface import Request
+        >>> heads = {"head_dim": 128, "v_dim": 128, "num_heads": 32, "num_kv_heads": 8}
+        >>> facts = {"fwd": "decode", "is_cached": False, "has_mask": False, "is_causal": True, "derivative": None}
+        >>> request = Request(torch.device("cuda:0"), torch.bfloat16, **heads, **facts, options=("window",))
+        >>> request._replace(options=()).options
+        ()
     """
 
     device: torch.device
@@ -65,14 +78,27 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """An implementation of attention that the policy may choose.
+    """An implementation of attention that the policy may choose. Derive from it and call `register_backend`.
 
     Attributes:
         name: what users ask for it by.
-        priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0 (torch_native, which serves
-            everything): one below 0 serves only where it is asked for.
-        options: those of `OPTIONS` that it takes, as keyword arguments, which come only with calls that have them. A backend without them is
-            never asked for such a call.
+        priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0
+            (torch_native, which serves everything). One below 0, as by default, serves only where it is asked for.
+        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` it takes. They are passed as keyword arguments,
+            and only in calls that have them. A backend is never asked for a call with an option that it does not take.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import AttentionBackend, attention
+        >>> class Mean(AttentionBackend):
+        ...     name = "mean"
+        ...     def refuse(self, request):
+        ...         return "mean weighs all keys the same and takes no mask" if request.has_mask else None
+        ...     def fwd_prefill(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale):
+        ...         return v.mean(1, keepdim=True).expand(*q.shape[:3], -1).clone()
+        ...     fwd_decode = fwd_prefill
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> torch.testing.assert_close(attention(q, k, v, backend=Mean), attention(q, k, v, scale=0.0))
     """
 
     name: ClassVar[str]
@@ -81,27 +107,67 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def refuse(self, request: Request) -> str | None:
-        """Why calls with these facts are not served, as a sentence that names the limit, or None. Asked once for equal facts."""
+        """Why calls with these facts are not served, as a sentence that names the limit, or None. Asked once for equal
+        facts.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import CudaBackend
+            >>> from cuteforge.backends.interface import Request
+            >>> heads = {"head_dim": 128, "v_dim": 128, "num_heads": 32, "num_kv_heads": 8}
+            >>> facts = {"fwd": "decode", "is_cached": False, "has_mask": False, "is_causal": True, "derivative": None}
+            >>> CudaBackend().refuse(Request(torch.device("cpu"), torch.bfloat16, **heads, **facts))
+            'the kernels run on CUDA, this call is on cpu'
+        """
 
     @abstractmethod
     def fwd_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
         attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of a few query tokens; arguments and result as of `attention`. Stores k and v in the cache, if there is one."""
+        """Attention of a few query tokens; arguments and result as those of `attention`. Stores k and v in the cache,
+        if there is one.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import TorchNativeBackend
+            >>> q, (k, v) = torch.randn(2, 1, 8, 64), torch.randn(2, 2, 7, 2, 64)
+            >>> call = {"kv_cache": None, "layer_id": 0, "attn_mask": None, "is_causal": False, "scale": None}
+            >>> TorchNativeBackend().fwd_decode(q, k, v, **call, softcap=30.0).shape
+            torch.Size([2, 1, 8, 64])
+        """
 
     @abstractmethod
     def fwd_prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None, layer_id: int,
         attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """As `fwd_decode`, of many query tokens."""
+        """Attention of many query tokens; otherwise as `fwd_decode`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import TorchNativeBackend
+            >>> q, (k, v) = torch.randn(2, 7, 8, 64), torch.randn(2, 2, 7, 2, 64)
+            >>> call = {"kv_cache": None, "layer_id": 0, "attn_mask": None, "is_causal": True, "scale": None}
+            >>> TorchNativeBackend().fwd_prefill(q, k, v, **call).shape
+            torch.Size([2, 7, 8, 64])
+        """
 
     def replay(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
     ) -> Any:  # fmt: skip
-        """How calls like this one, which has been served, may be served without asking anybody: an `op.replay.Replay` of
-        q, k, v and the mask, or None."""
+        """How later calls like this one, which has just been served, may skip the choice.
+
+        Returns:
+            An `op.replay.Replay` of q, k, v and the mask, or None: then each call is chosen for.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import TorchNativeBackend
+            >>> q = k = v = torch.randn(1, 16, 8, 64)
+            >>> TorchNativeBackend().replay(q, k, v, None, False, "prefill", None) is None
+            True
+        """
         return None
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:
@@ -112,7 +178,16 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
         attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """`fwd_decode` or `fwd_prefill`, as `fwd` says, or the number of query tokens; see `find_fwd`."""
+        """Run `fwd_decode` or `fwd_prefill`, as `fwd` says; if it is None, as the cache is bound, or by the number of
+        query tokens.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import TorchNativeBackend
+            >>> q, (k, v) = torch.randn(2, 1, 8, 64), torch.randn(2, 2, 7, 2, 64)
+            >>> TorchNativeBackend().forward(q, k, v).shape  # one query token: fwd_decode
+            torch.Size([2, 1, 8, 64])
+        """
         run = self.fwd_decode if find_fwd(q, kv_cache, fwd) == DECODE else self.fwd_prefill
         return run(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
 

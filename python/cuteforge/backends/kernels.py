@@ -37,13 +37,30 @@ _SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
 }  # fmt: skip
 
 KERNEL_NAMES: tuple[str, ...] = tuple(_SAMPLES)
+"""The names of the kernels, as `is_available` takes them.
+
+Examples:
+    >>> from cuteforge import KERNEL_NAMES, is_available
+    >>> "rotary" in KERNEL_NAMES
+    True
+    >>> missing = [name for name in KERNEL_NAMES if not is_available(name)]
+"""
 
 
 def is_available(name: str) -> bool:
-    """Whether a kernel runs on torch's current GPU: there is one, the kernel serves it, a compiler is installed, and CUTEFORGE_KERNELS is not 0.
+    """Whether a kernel runs on torch's current GPU: there is one, the kernel serves it, a compiler is installed, and
+    CUTEFORGE_KERNELS is not 0.
 
     Raises:
-        ContractError: not one of KERNEL_NAMES.
+        ContractError: `name` is not one of KERNEL_NAMES.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, is_available
+        >>> device = "cuda" if is_available("gqa_prefill") else "cpu"
+        >>> q = k = v = torch.randn(1, 64, 8, 64, device=device, dtype=torch.bfloat16)
+        >>> attention(q, k, v).shape
+        torch.Size([1, 64, 8, 64])
     """
     if not isinstance(name, str) or name not in _SAMPLES:
         raise ContractError(f"name: wanted one of {', '.join(KERNEL_NAMES)}, got {name!r}")

@@ -21,7 +21,17 @@ _Backend = TypeVar("_Backend", bound="AttentionBackend | type[AttentionBackend]"
 
 
 class ATTN_BACKEND(enum.Enum):
-    """The library's own backends; the values are their names."""
+    """The library's own attention backends. The value of a member is the backend's name.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import ATTN_BACKEND, attention
+        >>> [backend.value for backend in ATTN_BACKEND]
+        ['cuda', 'flash', 'torch_native']
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> attention(q, k, v, backend=ATTN_BACKEND.TORCH_NATIVE).shape
+        torch.Size([1, 16, 8, 64])
+    """
 
     CUDA = CudaBackend.name
     FLASH = FlashAttnBackend.name
@@ -41,16 +51,32 @@ _context: contextvars.ContextVar[AttentionBackend | None] = contextvars.ContextV
 
 
 def register_backend(backend: _Backend) -> _Backend:
-    """Make a backend known by its name and, with a priority of 0 or more, part of every choice. Usable as a class decorator.
+    """Make a backend known by its name. With a priority of 0 or more it also takes part in every choice. Usable as a
+    class decorator.
 
     Args:
-        backend: an `AttentionBackend`, or its class, which is called without arguments. A later one of the same name takes its place.
+        backend: an `AttentionBackend`, or its class, which is called without arguments. A later one of the same name
+            replaces it.
 
     Returns:
         `backend`.
 
     Raises:
-        ContractError: no backend, or its name is no text.
+        ContractError: it is no backend, or its name is no text.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TorchNativeBackend, attention, register_backend
+        >>> @register_backend
+        ... class Counted(TorchNativeBackend):
+        ...     name, priority, calls = "counted", -1, 0  # below 0: only where it is asked for
+        ...     def forward(self, *operands, **options):
+        ...         Counted.calls += 1
+        ...         return super().forward(*operands, **options)
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> out = attention(q, k, v, backend="counted")
+        >>> Counted.calls
+        1
     """
     global _backends
     instance = _instance_of(backend, "backend") if _is_backend_class(backend) else backend
@@ -118,16 +144,26 @@ def _check_name(backend: AttentionBackend, argument: str) -> None:
 
 @contextlib.contextmanager
 def attn_backend(backend: Backend) -> Iterator[AttentionBackend]:
-    """Within it `attention` runs on this backend or raises, in this thread and in the async tasks that start here.
+    """Inside this context `attention` runs on this backend or raises, in this thread and in the async tasks that start
+    here.
 
     Args:
-        backend: as `resolve`: a member of ATTN_BACKEND, a name, a class or an instance.
+        backend: a member of ATTN_BACKEND, a name, an AttentionBackend or a class of them.
 
-    Yields the backend. Contexts nest; an argument `backend` of a call comes before them. A compiled function keeps the backend that was in
-    force when it was traced.
+    Yields the backend. Contexts nest, and the argument `backend` of a call wins over them. A compiled function keeps
+    the backend that was in force when it was traced.
 
     Raises:
-        ContractError: no backend of that name.
+        ContractError: there is no such backend.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import attention, attn_backend
+        >>> q = k = v = torch.randn(1, 16, 8, 64)
+        >>> with attn_backend("torch_native") as backend:
+        ...     out = attention(q, k, v)
+        >>> backend.name
+        'torch_native'
     """
     chosen = resolve(backend)
     token = _context.set(chosen)

@@ -57,25 +57,39 @@ def apply_rotary_emb(
     positions: torch.Tensor | None = None, interleaved: bool = True, inverse: bool = False,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotary embedding of one tensor, out of place, by the kernel on a GPU that runs it and in eager torch elsewhere.
+    """Rotary embedding of one tensor, out of place: by the kernel on a GPU that runs it, and in eager torch elsewhere.
+
+    See `RotaryEmbedding` for the operation.
 
     Args:
         x: ``(T, H, D)`` or ``(B, L, H, D)``, bf16, fp16 or fp32.
-        freqs_cis: ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)`` fp32, cos and sin of each token; or complex64 without the last dim. Of x
-            ``(B, L, H, D)`` the first dim may be missing: the same angles for every b. Or else
-        cos, sin, positions: ``(max_pos, rotary_dim/2)`` fp32 twice, and ``(T,)`` or ``(B, L)`` int32 or int64. A token outside the table becomes NaN.
+        freqs_cis: cos and sin of each token: fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, or complex64
+            without the last dim. For x of four dims the first one may be missing: all b then have the same angles. Give
+            either this or the next three.
+        cos, sin, positions: fp32 ``(max_pos, rotary_dim/2)`` twice, and int32 or int64 ``(T,)`` or ``(B, L)``. A token
+            whose position is not in the table becomes NaN.
         interleaved: pairs ``(2i, 2i+1)``, else ``(i, i + rotary_dim/2)``.
         inverse: turn back.
-        backend: ``"cuda"`` or ``"torch_native"``: that one, or an error. None: the one of CUTEFORGE_BACKEND, else the first that serves the call.
+        backend: ``"cuda"`` or ``"torch_native"``: use this one or raise. None: the one of CUTEFORGE_BACKEND, else the
+            first that serves the call.
 
     Returns:
-        Shape and dtype of x, new memory; differentiable for x, and by torch_native for the table.
+        Shape and dtype of x, new memory. Differentiable for x, and by torch_native for the table too.
 
-    Numerics: fp32 with one rounding at the end, by either.
+    Numerics: fp32 and one rounding at the end, by either backend.
 
     Raises:
         ContractError: the arguments contradict each other; names the argument.
         UnsupportedError: the backend that was asked for does not serve the call.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import apply_rotary_emb, rotary_table
+        >>> x = torch.randn(2, 8, 4, 64)
+        >>> cos, sin = rotary_table(1024, 64)
+        >>> table = {"cos": cos, "sin": sin, "positions": torch.arange(8).expand(2, 8)}
+        >>> turned = apply_rotary_emb(x, **table, interleaved=False)
+        >>> torch.testing.assert_close(apply_rotary_emb(turned, **table, interleaved=False, inverse=True), x)
     """
     given, known_as = (freqs_cis, cos, sin, positions), None
     tensors = (x, *given, None)

@@ -48,7 +48,19 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one candidate says of a call: the sentence that refuses it, None where it serves it."""
+    """What one candidate says of a call.
+
+    Attributes:
+        name: of the candidate.
+        refusal: a sentence that says why it does not serve the call; None where it does.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import explain
+        >>> x, freqs_cis = torch.randn(8, 4, 64), torch.randn(8, 32, 2)
+        >>> explain("apply_rotary_emb", x, freqs_cis).verdicts[0]
+        Verdict(name='cuda', refusal='the kernels run on CUDA, this call is on cpu')
+    """
 
     name: str
     refusal: str | None
@@ -64,6 +76,16 @@ class Decision:
         source: ``"argument"``, ``"context"``, ``"environment"`` or ``"priority"``: what put the candidates in order.
         verdicts: of every candidate, in the order in which they are asked.
         kernel: what runs on the GPU, where a kernel of the library is chosen: architecture, tile, plan and reasons.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import explain
+        >>> x, freqs_cis = torch.randn(8, 4, 64), torch.randn(8, 32, 2)
+        >>> decision = explain("apply_rotary_emb", x, freqs_cis)
+        >>> decision.chosen, decision.source
+        ('torch_native', 'priority')
+        >>> [verdict.name for verdict in decision.verdicts]
+        ['cuda', 'torch_native']
     """
 
     function: str

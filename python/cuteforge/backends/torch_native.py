@@ -17,11 +17,19 @@ _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 
 
 class TorchNativeBackend(AttentionBackend):
-    """scaled_dot_product_attention: any floating dtype and head dim, differentiable.
+    """torch's scaled_dot_product_attention: any floating dtype of 16 bits or more and any head dim, differentiable, on
+    any device.
 
     Over a cache it gathers the keys and values of the batch and pads them to the longest request, whose length it reads
-    from the device. Under CUDA graph capture that cannot be read, so it pads to the width of the page table. Gradients
+    from the device. Under CUDA graph capture it cannot read that, so it pads to the width of the page table. Gradients
     reach q and the new tokens' k and v; what earlier calls stored is constant.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TorchNativeBackend, attention
+        >>> q, k, v = torch.randn(3, 1, 16, 8, 40, dtype=torch.float64)
+        >>> attention(q, k, v, window=(4, 0), backend=TorchNativeBackend).dtype
+        torch.float64
     """
 
     name = "torch_native"

@@ -6,33 +6,6 @@ from cutlass import Int32, Int64, cute
 from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
 
-MIN_ASYNC_BYTES = 4  # cp.async moves 4, 8 or 16 bytes
-
-
-class Rows(TraceConstant):
-    """A matrix in global memory addressed by row, for few instructions a row.
-
-    The byte pitch is a 32-bit number, so that the address of a row is one multiply-add with a 64-bit sum.
-    """
-
-    def __init__(self, mX: cute.Tensor):
-        self.dtype = mX.element_type
-        self.itemsize = mX.element_type.width // 8
-        self.base = mX.iterator.toint()
-        self.pitch = Int32(mX.stride[0]) * self.itemsize
-
-    def column(self, col):
-        """Byte address of (0, col): computed once, then moved by `at`."""
-        return self.base + Int64(col * self.itemsize)
-
-    def at(self, column, row):
-        """Byte address of a row, given that of its column in row 0."""
-        return column + Int64(row) * Int64(self.pitch)
-
-    def run(self, address, elems: int) -> cute.Tensor:
-        """`elems` adjacent elements at an address aligned to their size."""
-        return gmem_run(self.dtype, address, elems)
-
 
 def gmem_run(dtype, address, elems: int) -> cute.Tensor:
     """`elems` adjacent elements of global memory at a byte address aligned to their size."""
@@ -43,16 +16,9 @@ def gmem_run(dtype, address, elems: int) -> cute.Tensor:
 def row_address(m: cute.Tensor, index: tuple):
     """Byte address of the first element at the leading `index`: of a row, where that is all modes but the last."""
     offset = Int64(0)
-    for place, stride in zip(index, m.stride):
-        offset = offset + Int64(place) * Int64(stride)
+    for i, stride in zip(index, m.stride):
+        offset = offset + Int64(i) * Int64(stride)
     return m.iterator.toint() + offset * (m.element_type.width // 8)
-
-
-def smem_run(base: cute.Pointer, offset, elems: int) -> cute.Tensor:
-    """`elems` adjacent elements of shared memory at `base + offset`, aligned to their size."""
-    align = elems * base.dtype.width // 8
-    pointer = cute.make_ptr(base.dtype, (base + offset).toint(), cute.AddressSpace.smem, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(elems))
 
 
 def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:
@@ -68,7 +34,8 @@ def smem_words(address, count: int) -> cute.Tensor:
 
 
 def l2_policy(priority: str):
-    """A policy for accesses that name one: what they bring to L2 makes room there before other data, `evict_first`, or after it, `evict_last`."""
+    """A policy for accesses that name one: what they bring to L2 makes room there before other data, `evict_first`, or
+    after it, `evict_last`."""
     instruction = f"createpolicy.fractional.L2::{priority}.b64 {{$w0}}, 1.0;"
     return cute.arch.inline_ptx(instruction, write_only_types=[Int64])
 
@@ -77,8 +44,8 @@ class ReadOnce(TraceConstant):
     """A hint for copies of data that is read once: it makes room in L2 for itself instead of pushing other data out.
 
     Args:
-        applies: whether the hint is given, True where that is known. Otherwise a copy has no policy at all, not the usual one by name: that took
-            decode of 1 GB from 264 us to 318 (H200).
+        applies: whether the hint is given, True where that is known. Otherwise a copy has no policy at all, not the
+            usual one by name: that took decode of 1 GB from 264 us to 318 (H200).
     """
 
     def __init__(self, applies=True):
@@ -86,23 +53,9 @@ class ReadOnce(TraceConstant):
         self.policy = l2_policy("evict_first")
 
 
-@cute.jit
-def copy_or_zero(rows: Rows, address: Int64, dst: cute.Tensor, wanted, hint: ReadOnce | None = None):
-    """Start copying a run from global to shared memory, or zero it where not `wanted`; nothing is read then.
-
-    Asynchronous where the run is at least 4 bytes: complete after the next committed group is waited for.
-    """
-    size = cute.size(dst) * rows.itemsize
-    if cutlass.const_expr(size < MIN_ASYNC_BYTES):
-        dst.fill(0.0)
-        if wanted:
-            dst.store(rows.run(address, cute.size(dst)).load())
-    else:
-        cp_async(dst.iterator.toint(), address, size, wanted, hint)
-
-
 def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce | None = None) -> None:
-    """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read then.
+    """Start an asynchronous copy of 4, 8 or 16 bytes to shared memory, of zeros where not `wanted`; nothing is read
+    then.
 
     Args:
         smem_address, gmem_address: byte addresses, aligned to `size`.
@@ -112,7 +65,8 @@ def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce 
     if wanted is not True:
         args.append(select(wanted, Int32(size), Int32(0)))
         operands += ", {$r2}"
-    # only 16-byte copies can pass L1 by; the assembler adds the fetch of whole lines by itself, but not to a copy with a policy or a predicate
+    # only 16-byte copies can pass L1 by; the assembler adds the fetch of whole lines by itself, but not to a copy with
+    # a policy or a predicate
     instruction = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global"
     plain = f"{instruction}.L2::128B {operands};"
     hinted = f"{instruction}.L2::cache_hint.L2::128B {operands}, {{$r{len(args)}}};"
@@ -125,30 +79,12 @@ def cp_async(smem_address, gmem_address, size: int, wanted=True, hint: ReadOnce 
         cute.arch.inline_ptx(plain, read_only_args=args, predicate=~hint.applies)
 
 
-@cute.jit
-def store_run(rows: Rows, address: Int64, values, col: Int32, limit: int, whole: bool):
-    """Store fp32 `values` at an address, each rounded once; those of column `limit` and after are left out, `col` being the first.
-
-    `whole` says that runs of this length start at multiples of it and that `limit` is one, so that a run is one access.
-    """
-    count = len(values)
-    if cutlass.const_expr(whole):
-        if col < limit:
-            rX = cute.make_rmem_tensor(count, rows.dtype)
-            for c in cutlass.range_constexpr(count):
-                rX[c] = values[c].to(rows.dtype)
-            rows.run(address, count).store(rX.load())
-    else:
-        for c in cutlass.range_constexpr(count):
-            if col + c < limit:
-                rows.run(address + c * rows.itemsize, 1)[0] = values[c].to(rows.dtype)
-
-
 def load_fp32(run: cute.Tensor) -> list:
     """The elements of a run in fp32."""
     count = cute.size(run)
     if count % 2 == 0 and run.element_type is cutlass.BFloat16:
-        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of every second one takes two
+        # one instruction an element: a bf16 is the upper half of an fp32, the compiler's own conversion of every second
+        # one takes two
         words = cute.recast_tensor(run, cutlass.Uint32).load()
         halves = [(words[i] << cutlass.Uint32(16), words[i] & cutlass.Uint32(0xFFFF0000)) for i in range(count // 2)]
         return [_as_fp32(half) for pair in halves for half in pair]

@@ -1,7 +1,7 @@
 """fp32 arithmetic with the rounding written out.
 
-The compiler may fuse a product and a sum into one FMA. Where a kernel promises the bits of an eager computation, that would change
-the last one, so these operations are spelled as PTX with an explicit rounding mode, which is never fused.
+The compiler may fuse a product and a sum into one FMA. Where a kernel promises the bits of an eager computation, that
+would change the last one, so these operations are spelled as PTX with an explicit rounding mode, which is never fused.
 """
 
 import math
@@ -13,7 +13,8 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 NEG_INF = -math.inf
 
-# Below this numerator the residual of `div_rn` is not exact any more (2**-126 is the smallest normal number, the residual needs 24 bits below).
+# Below this numerator the residual of `div_rn` is not exact any more (2**-126 is the smallest normal number, the
+# residual needs 24 bits below).
 MIN_EXACT_NUMERATOR = 2.0**-100
 
 
@@ -42,14 +43,16 @@ def rcp_approx(a) -> Float32:
 
 
 def rcp_rn(a) -> Float32:
-    """Correctly rounded reciprocal of a normal number with a normal reciprocal: one Newton step, without the range check of the general one."""
+    """Correctly rounded reciprocal of a normal number with a normal reciprocal: one Newton step, without the range
+    check of the general one."""
     r = rcp_approx(a)
     return fma_rn(r, fma_rn(-a, r, 1.0), r)
 
 
 def div_by(a, neg_b, rcp_b) -> Float32:
-    """Correctly rounded a / b given ``neg_b = -b`` and ``rcp_b = rcp_rn(b)``: a product and its exact residual (Markstein), three
-    instructions instead of twelve. Needs ``a == 0`` or ``|a| >= MIN_EXACT_NUMERATOR``, and a normal quotient."""
+    """Correctly rounded a / b given ``neg_b = -b`` and ``rcp_b = rcp_rn(b)``: a product and its exact residual
+    (Markstein), three instructions instead of twelve. Needs ``a == 0`` or ``|a| >= MIN_EXACT_NUMERATOR``, and a normal
+    quotient."""
     q = mul_rn(a, rcp_b)
     return fma_rn(fma_rn(q, neg_b, a), rcp_b, q)
 
@@ -65,8 +68,8 @@ def exp_accurate(x) -> Float32:
 
 
 def exp_fast(x, log2_scale: float = 0.0) -> Float32:
-    """``exp(x) * 2**log2_scale`` in two instructions. The product with log2(e) is rounded, so the relative error grows to ``|x| * 2**-24``;
-    results below 2**-126 are flushed to 0."""
+    """``exp(x) * 2**log2_scale`` in two instructions. The product with log2(e) is rounded, so the relative error grows
+    to ``|x| * 2**-24``; results below 2**-126 are flushed to 0."""
     return _op("ex2.approx.ftz.f32 {$w0}, {$r0};", fma_rn(x, LOG2_E, log2_scale))
 
 
@@ -76,10 +79,11 @@ def exp2_fast(x) -> Float32:
 
 
 def tanh_scaled(x, scale) -> Float32:
-    """``tanh(x * scale / (2 * log2(e)))``, from an exponential and a reciprocal: error at most 2**-21, not relative to the result.
+    """``tanh(x * scale / (2 * log2(e)))``, from an exponential and a reciprocal: error at most 2**-21, not relative to
+    the result.
 
-    ``tanh.approx`` would save one of the two, but is off by 2**-11 of its result: of a score of 30 that is 0.015, a weight wrong by 1.5 %, where
-    bf16 rounds weights by 0.2 % and fp16 by 0.02 %.
+    ``tanh.approx`` would save one of the two, but is off by 2**-11 of its result: of a score of 30 that is 0.015, a
+    weight wrong by 1.5 %, where bf16 rounds weights by 0.2 % and fp16 by 0.02 %.
     """
     return fma_rn(rcp_approx(exp2_fast(x * scale) + 1.0), -2.0, 1.0)
 
@@ -118,6 +122,6 @@ def select(cond, a, b):
     return cutlass.select_(cond, a, b)
 
 
-def keep(valid, value, otherwise: float):
+def where(valid, value, otherwise: float):
     """`value` where `valid`, else the constant; `valid` None means always."""
     return value if valid is None else Float32(select(valid, value, Float32(otherwise)))

@@ -1,8 +1,8 @@
 """Matrix instructions of sm_80 and up: 16x8 products of 16-bit operands, summed in fp32, and the loads that feed them.
 
-Fragments are tuples of registers. Lane ``4 g + t`` of a warp holds, of the 16x8 accumulator, rows g and g + 8 and columns 2 t and 2 t + 1, in the
-order (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1); of a 16x16 left operand the same rows, two columns a register: (g, 2t), (g+8, 2t), (g, 2t+8),
-(g+8, 2t+8) (PTX ISA, mma.m16n8k16).
+Fragments are tuples of registers. Lane ``4 g + t`` of a warp holds, of the 16x8 accumulator, rows g and g + 8 and
+columns 2 t and 2 t + 1, in the order (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1); of a 16x16 left operand the same rows,
+two columns a register: (g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8) (PTX ISA, mma.m16n8k16).
 """
 
 import cutlass
@@ -69,7 +69,8 @@ def left_operand(dtype, first, second) -> tuple:
 
 
 class OperandLanes:
-    """Where a lane points `ldmatrix_x4` to, for the first 16x16 block of rows in shared memory. Those of further columns are `along` it."""
+    """Where a lane points `ldmatrix_x4` to, for the first 16x16 block of rows in shared memory. Those of further
+    columns are `along` it."""
 
     def __init__(self, lane, rows: SwizzledRows):
         matrix, row = lane // 8, lane % 8

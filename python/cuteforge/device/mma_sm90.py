@@ -1,7 +1,9 @@
-"""Warpgroup matrix instructions of sm_90a: 64 rows times a matrix in shared memory (device/panels.py), summed in fp32, and the barriers around them.
+"""Warpgroup matrix instructions of sm_90a: 64 rows times a matrix in shared memory (device/panels.py), summed in fp32,
+and the barriers around them.
 
-Accumulators and left operands in registers lie in a warp as those of `mma_sm80` do: warp w of a warpgroup has rows 16 w to 16 w + 15, and the
-accumulator of columns 8 n to 8 n + 7 is four registers. So what works on fragments there works here.
+Accumulators and left operands in registers lie in a warp as those of `mma_sm80` do: warp w of a warpgroup has rows 16 w
+to 16 w + 15, and the accumulator of columns 8 n to 8 n + 7 is four registers. So what works on fragments there works
+here.
 """
 
 import cutlass
@@ -22,8 +24,8 @@ def swizzled_offset(row, chunk, rows: int):
 
 
 class RowOperand:
-    """A matrix of `rows` rows of which 16 columns a step are summed over: the left one (queries, 64 rows of them from the address on), or one whose
-    rows are columns of the product (keys)."""
+    """A matrix of `rows` rows of which 16 columns a step are summed over: the left one (queries, 64 rows of them from
+    the address on), or one whose rows are columns of the product (keys)."""
 
     def __init__(self, address, rows: int):
         self.low, self.rows = _low_word(address, 16), rows
@@ -62,11 +64,12 @@ def multiply(dtype, a: tuple, descriptor, sums: list, transposed: bool) -> list:
         transposed: whether the rows of b are summed over, as in a `ColumnOperand`.
     """
     count, name = len(sums), _PTX_TYPES[dtype]
-    registers, places = ", ".join(f"${i}" for i in range(count)), [f"${2 * count + i}" for i in range(len(a) + 1)]
+    registers, inputs = ", ".join(f"${i}" for i in range(count)), [f"${2 * count + i}" for i in range(len(a) + 1)]
     in_registers = len(a) > 1
-    left = f"{{{', '.join(places[:-1])}}}" if in_registers else places[0]
+    left = f"{{{', '.join(inputs[:-1])}}}" if in_registers else inputs[0]
     modes = f"1, 1, {int(transposed)}" if in_registers else f"1, 1, 0, {int(transposed)}"
-    text = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{name}.{name} {{{registers}}}, {left}, {places[-1]}, 1, {modes};"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{name}.{name}"
+    text = f"{instruction} {{{registers}}}, {left}, {inputs[-1]}, 1, {modes};"
     return _asm(text, sums, [*a, descriptor], ["r" if in_registers else "l"] * len(a) + ["l"])
 
 
@@ -86,20 +89,27 @@ def wait_groups(pending: int, sums: list, before: list = ()) -> tuple:
         sums: accumulators that groups have written: what reads them stays after the wait.
         before: values that are to be computed before the wait: the compiler would do that where they are used.
     """
-    # Tied operands are copied ahead of an instruction, and accumulators must not be touched before the wait: hence three.
+    # Tied operands are copied ahead of an instruction, and accumulators must not be touched before the wait: hence
+    # three.
     before = _asm("// before", before, [], []) if before else []
     cute.arch.inline_ptx(f"wgmma.wait_group.sync.aligned {pending};")
     return _asm("// sums", sums, [], []), before
 
 
-def _asm(text: str, changed: list, operands: list, constraints: list) -> list:
+def _asm(text: str, changed: list, operands: list, operand_kinds: list) -> list:
     """Inline PTX that changes 32-bit registers in place."""
     types = [("f32", "f") if isinstance(x, Float32) else ("i32", "r") for x in changed]
     results = ir.Type.parse(f"!llvm.struct<({', '.join(name for name, _ in types)})>")
     values = [x.ir_value() for x in (*changed, *operands)]
-    places = ",".join([f"={kind}" for _, kind in types] + [str(i) for i in range(len(changed))] + constraints)
+    constraints = ",".join([f"={kind}" for _, kind in types] + [str(i) for i in range(len(changed))] + operand_kinds)
     done = llvm.inline_asm(
-        results, values, text, places, has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT
+        results,
+        values,
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return [
         type(x)(llvm.extractvalue(ir.Type.parse(name), done, [i]))

@@ -1,7 +1,7 @@
 """How matrices lie in shared memory for the matrix instructions of sm_90. Pure Python: no cutlass.
 
-Rows of 128 bytes, the 16-byte chunks of a row exchanged by the row's number modulo 8 (PTX ISA, 128-byte swizzling). A wider matrix is several panels
-of such rows, one after another.
+Rows of 128 bytes, the 16-byte chunks of a row exchanged by the row's number modulo 8 (PTX ISA, 128-byte swizzling). A
+wider matrix is several panels of such rows, one after another.
 """
 
 PANEL_ROW_BYTES = 128

@@ -26,8 +26,8 @@ class RowLanes(TraceConstant):
 
     def looked_up(self) -> Int32:
         """The row that this lane looks up."""
-        number, place = self.lane // self.per_warp, self.lane % self.per_warp
-        return number * self.per_round + self.first + place
+        number, index = self.lane // self.per_warp, self.lane % self.per_warp
+        return number * self.per_round + self.first + index
 
     def address(self, looked_up: Int64, number) -> Int64:
         """Of this lane's row of a round, from the lane that looked it up."""

@@ -1,4 +1,5 @@
-"""Rows from anywhere to panels in shared memory, by warps: `cp.async` of 16 bytes a lane (sm_90 for the layout of the panels)."""
+"""Rows from anywhere to panels in shared memory, by warps: `cp.async` of 16 bytes a lane (sm_90 for the layout of the
+panels)."""
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -30,7 +31,8 @@ class RowCopier(TraceConstant):
         return self.num_warps * WARP
 
     def look_up(self, source, first, num_rows: int, end):
-        """What `source.look_up` says of one of the warp's rows, a row for each lane; of those past `num_rows` that they are not there."""
+        """What `source.look_up` says of one of the warp's rows, a row for each lane; of those past `num_rows` that they
+        are not there."""
         row = self.lanes.looked_up()
         return source.look_up(first + row, select(row < num_rows, end, Int32(0)))
 
@@ -57,17 +59,17 @@ class RowCopier(TraceConstant):
     def _copy_whole(self, target, pitch_rows: int, first: int, rounds: int, row_bytes: int, found) -> None:
         """All rows are there, their lines whole, and a lane's chunks all exchanged alike: a few instructions a line,
         for four warps have to keep a whole SM in keys and values (H200, pages: 362 TFLOP/s without this)."""
-        place = target + swizzled_offset(first + self.lanes.row, self.lanes.chunk, pitch_rows)
+        first_address = target + swizzled_offset(first + self.lanes.row, self.lanes.chunk, pitch_rows)
         for number in range(rounds):
             source = self.lanes.address(found, number) + Int64(self.lanes.chunk * CHUNK_BYTES)
             for panel in range(row_bytes // PANEL_ROW_BYTES):
                 offset = (number * self.lanes.per_round + panel * pitch_rows) * PANEL_ROW_BYTES
-                cp_async(place + offset, source + panel * PANEL_ROW_BYTES, CHUNK_BYTES)
+                cp_async(first_address + offset, source + panel * PANEL_ROW_BYTES, CHUNK_BYTES)
 
     @cute.jit
     def _copy_any(self, target: Int32, pitch_rows: int, first: int, num_rows: int, row_bytes: int, found):
         rows, rounds = SwizzledRows(row_bytes), -(-num_rows // self.lanes.per_round)
-        # the copying warps have few registers
+        # the producer warps have few registers
         for number in cutlass.range(rounds, unroll=1):
             row = self.lanes.row + number * self.lanes.per_round
             address = self.lanes.address(found, number)
@@ -75,9 +77,9 @@ class RowCopier(TraceConstant):
             if row < num_rows:
                 for start in cutlass.range_constexpr(0, rows.chunks, self.lanes.lanes):
                     chunk = self.lanes.chunk + start
-                    place = target + swizzled_offset(first + row, chunk, pitch_rows)
+                    smem_address = target + swizzled_offset(first + row, chunk, pitch_rows)
                     source = address + Int64(chunk * CHUNK_BYTES)
                     if cutlass.const_expr(start + self.lanes.lanes <= rows.filled_chunks):
-                        cp_async(place, source, CHUNK_BYTES, exists)
+                        cp_async(smem_address, source, CHUNK_BYTES, exists)
                     elif chunk < rows.chunks:
-                        cp_async(place, source, CHUNK_BYTES, exists & (chunk < rows.filled_chunks))
+                        cp_async(smem_address, source, CHUNK_BYTES, exists & (chunk < rows.filled_chunks))

@@ -1,4 +1,5 @@
-"""Buffers in shared memory that some warps fill and others read, with a pair of barriers each: full, and free again (sm_90 and up)."""
+"""Buffers in shared memory that some warps fill and others read, with a pair of barriers each: full, and free again
+(sm_90 and up)."""
 
 from cutlass import Int32, cute
 
@@ -9,7 +10,7 @@ BARRIERS = 2  # of a stage
 
 
 class Stages(TraceConstant):
-    """A ring of buffers of one size. Who uses it keeps a stage and a parity, both 0 at first, which `next` moves on.
+    """A ring of buffers of one size. Who uses it keeps a stage and a phase, both 0 at first, which `next` moves on.
 
     Args:
         address: of the first buffer.
@@ -22,35 +23,35 @@ class Stages(TraceConstant):
     def init(self, filling: int, reading: int) -> None:
         """By one thread: how many arrivals make a stage full, and free."""
         for stage in range(self.num_stages):
-            cute.arch.mbarrier_init(self.full(stage), filling)
-            cute.arch.mbarrier_init(self._free(stage), reading)
+            cute.arch.mbarrier_init(self.full_barrier(stage), filling)
+            cute.arch.mbarrier_init(self.empty_barrier(stage), reading)
 
     def address(self, stage):
         return self.base + stage * self.size
 
-    def full(self, stage):
+    def full_barrier(self, stage):
         return self.barriers + stage
 
-    def _free(self, stage):
+    def empty_barrier(self, stage):
         return self.barriers + (self.num_stages + stage)
 
-    def wait_full(self, stage, parity) -> None:
-        cute.arch.mbarrier_wait(self.full(stage), parity)
+    def consumer_wait(self, stage, phase) -> None:
+        cute.arch.mbarrier_wait(self.full_barrier(stage), phase)
 
-    def wait_free(self, stage, parity) -> None:
+    def producer_acquire(self, stage, phase) -> None:
         """Passes at once in the first round."""
-        cute.arch.mbarrier_wait(self._free(stage), parity ^ 1)
+        cute.arch.mbarrier_wait(self.empty_barrier(stage), phase ^ 1)
 
-    def fill_when_copied(self, stage) -> None:
+    def producer_commit(self, stage) -> None:
         """This thread's arrival once its asynchronous copies so far have ended."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.full(stage))
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.full_barrier(stage))
 
     @cute.jit
-    def release(self, stage: Int32, lane: Int32):
+    def consumer_release(self, stage: Int32, lane: Int32):
         """One arrival for each warp that has read the stage."""
         if lane == 0:
-            cute.arch.mbarrier_arrive(self._free(stage))
+            cute.arch.mbarrier_arrive(self.empty_barrier(stage))
 
-    def next(self, stage, parity):
+    def next(self, stage, phase):
         is_last = stage == self.num_stages - 1
-        return select(is_last, Int32(0), stage + 1), select(is_last, parity ^ 1, parity)
+        return select(is_last, Int32(0), stage + 1), select(is_last, phase ^ 1, phase)

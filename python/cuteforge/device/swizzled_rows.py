@@ -1,7 +1,9 @@
-"""How rows lie in shared memory for `ldmatrix`: without pads, the 16-byte chunks of a row exchanged by the row's number.
+"""How rows lie in shared memory for `ldmatrix`: without pads, the 16-byte chunks of a row exchanged by the row's
+number.
 
-The eight rows of an 8x8 matrix then lie in different banks, and what a warp copies of a line of global memory stays within one line of shared memory.
-Rows with pads did not: a line cut in two is asked for twice, and decode sent 2.6 requests and 1.5 sectors to L2 for each it needed (H200, ncu).
+The eight rows of an 8x8 matrix then lie in different banks, and what a warp copies of a line of global memory stays
+within one line of shared memory. Rows with pads did not: a line cut in two is asked for twice, and decode sent 2.6
+requests and 1.5 sectors to L2 for each it needed (H200, ncu).
 Pure Python: no cutlass; rows, chunks and addresses may be numbers of either.
 """
 
@@ -36,7 +38,8 @@ class SwizzledRows:
 
     @property
     def exchanged(self) -> int:
-        """Adjacent chunks that change places among each other: so many that `8 / exchanged` rows in turn begin in different banks by themselves."""
+        """Adjacent chunks that are exchanged among each other: so many that `8 / exchanged` rows in turn begin in
+        different banks by themselves."""
         return math.gcd(self.chunks, BANKED_ROWS)
 
     def offset(self, row, chunk):
@@ -44,11 +47,13 @@ class SwizzledRows:
         return row * self.pitch_bytes + (chunk ^ self._exchange(row)) * CHUNK_BYTES
 
     def down(self, address, rows):
-        """From the address of a chunk to that `rows` rows further, where `rows` has no bit of the first row's number."""
+        """From the address of a chunk to that `rows` rows further, where `rows` has no bit of the first row's
+        number."""
         return (address ^ (self._exchange(rows) * CHUNK_BYTES)) + rows * self.pitch_bytes
 
     def along(self, address, chunks: int):
-        """From the address of a chunk to that `chunks` further, where `chunks` has no bit of the first chunk's number."""
+        """From the address of a chunk to that `chunks` further, where `chunks` has no bit of the first chunk's
+        number."""
         nearby = chunks % self.exchanged
         return (address ^ (nearby * CHUNK_BYTES)) + (chunks - nearby) * CHUNK_BYTES
 
@@ -58,7 +63,7 @@ class SwizzledRows:
 
 
 def lanes_of_row(*row_bytes: int) -> int:
-    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines of a row; half a line where
-    that leaves none of them idle."""
+    """Lanes that copy one row of each width together: a line at a time, so that an address is found once for all lines
+    of a row; half a line where that leaves none of them idle."""
     half = LINE_CHUNKS // 2
     return half if math.gcd(*(x // CHUNK_BYTES for x in row_bytes), LINE_CHUNKS) == half else LINE_CHUNKS

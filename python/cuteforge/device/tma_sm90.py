@@ -1,8 +1,10 @@
-"""Rows by TMA: one instruction of one thread copies 128 bytes of adjacent rows, a box, to a tile in shared memory (sm_90 and up).
+"""Rows by TMA: one instruction of one thread copies 128 bytes of adjacent rows, a box, to a tile in shared memory
+(sm_90 and up).
 
-TMA fills with zeros what is outside of a tensor, but the rows of a request end where its length says, not where the tensor does: what a box holds
-after them may be anything. A descriptor with a second mode of tokens, based some rows before the tensor, could let boxes end anywhere; but boxes that
-ended before they began were illegal accesses where nothing is mapped there (H200). So descriptors start where tensors do, and boxes in them.
+TMA fills with zeros what is outside of a tensor, but the rows of a request end where its length says, not where the
+tensor does: what a box holds after them may be anything. A descriptor with a second mode of tokens, based some rows
+before the tensor, could let boxes end anywhere; but boxes that ended before they began were illegal accesses where
+nothing is mapped there (H200). So descriptors start where tensors do, and boxes in them.
 """
 
 import cutlass
@@ -67,18 +69,18 @@ class TmaRows(TraceConstant):
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, boxes * panels_bytes(self.row_bytes, self.rows))
 
     @cute.jit
-    def copy(self, target: Int32, barrier: cute.Pointer, token: Int32, place: tuple):
+    def copy(self, target: Int32, barrier: cute.Pointer, token: Int32, outer: tuple):
         """Start copying the rows from `token` on, which is in the tensor.
 
         Args:
             target: where the first row lies in the tile.
             token: within the mode of tokens.
-            place: head, and request or page in a tensor that has them.
+            outer: head, and request or page in a tensor that has them.
         """
         cols = panel_cols(self.dtype)
         for panel in cutlass.range_constexpr(num_panels(self.row_bytes)):
-            start = (token, panel * cols, *[0] * len(place))
-            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, cols), (0, 0, *place))
+            start = (token, panel * cols, *[0] * len(outer))
+            gX = cute.local_tile(cute.domain_offset(start, self.tX), (self.rows, cols), (0, 0, *outer))
             sX = self._panel(target + panel * panels_bytes(PANEL_ROW_BYTES, self.tile_rows))
             source, destination = cute.group_modes(gX, 0, 2), cute.group_modes(sX, 0, 2)
             destination, source = cpasync.tma_partition(self.atom, 0, cute.make_layout(1), destination, source)

@@ -44,6 +44,17 @@ def register(name: str = "cuteforge") -> None:
 
     Raises:
         ContractError: a name that means another implementation to transformers.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from cuteforge.integrations.transformers import register
+        >>> register()
+        >>> sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+        >>> model.set_attn_implementation("cuteforge")
+        >>> model(torch.arange(8)[None]).logits.shape
+        torch.Size([1, 8, 64])
     """
     known = AttentionInterface().get(name)
     if name == "eager" or "flash" in name or "/" in name or known not in (None, attention_forward):

@@ -27,8 +27,16 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
-# What an op is made from: tensors, or specs of them.
 Sample = torch.Tensor | TensorSpec
+"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride and device are read.
+
+Examples:
+    >>> import torch
+    >>> from cuteforge import MergeState, TensorSpec
+    >>> o, lse = torch.empty(8, 4, 64, device="meta"), TensorSpec((4, 8), "float32")
+    >>> MergeState(o, lse, o, lse, o, lse).check_support()
+    True
+"""
 
 
 class _Compiled:
@@ -124,17 +132,35 @@ class APIBase:
 
     @property
     def dims(self) -> Dims:
-        """Every symbol of the signature, solved from the samples."""
+        """The size of every dim that the operands share, by its name, worked out from the samples. Raises as
+        `check_support`.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).dims
+            {'T': 8, 'H': 4, 'D': 128, 'half': 64}
+        """
         if self._dims is None:
             self.check_support()
         return self._dims
 
     def check_support(self) -> bool:
-        """True, or raise. Needs neither a GPU nor a compiler.
+        """Return True, or raise. Needs neither a GPU nor a compiler. On a machine with a GPU, samples on it are also
+        checked against it.
 
         Raises:
             ContractError: the samples contradict each other or the signature; names the operand.
             UnsupportedError: a valid call that this op does not serve; names the limit.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).check_support()
+            True
+            >>> RotaryEmbedding(x, table, TensorSpec((8, 4, 64), "bfloat16")).check_support()
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: out: wanted shape (T, H, D) = (8, 4, 128), got (8, 4, 64)
         """
         dims = self.signature.solve(self.samples, self._known())
         # whether a head dim is served matters more than how its rows lie
@@ -147,41 +173,77 @@ class APIBase:
         return True
 
     def compile(self: _Op, arch: str | None = None) -> _Op:
-        """Compile, or load from a cache, and return self. Free when already compiled.
+        """Compile, or load the kernel from a cache, and return self. Free when already compiled.
 
         Args:
-            arch: e.g. ``"sm_90a"``; None takes CUTEFORGE_ARCH, else the samples' GPU, else the current GPU.
+            arch: e.g. ``"sm_90a"``. None takes CUTEFORGE_ARCH, else the samples' GPU, else the current GPU.
 
         Raises:
-            ContractError, UnsupportedError: as `check_support`, or `arch` is none we know.
-            RuntimeError: the kernel would have to be compiled while a CUDA graph is being captured.
+            ContractError, UnsupportedError: as `check_support`, or for an unknown `arch`.
+            RuntimeError: a CUDA graph is being captured and the kernel is not compiled yet.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(8, 4, 128, device="cuda", dtype=torch.bfloat16)
+            >>> table, positions = rotary_table(1024, 128, device="cuda"), torch.arange(8, device="cuda")
+            >>> op = RotaryEmbedding(x, table, x, positions).compile()
+            >>> op.compile() is op
+            True
         """
         self._compile_for(arch, self._sample_device())
         return self
 
     def workspace_bytes(self) -> int:
-        """Bytes of scratch memory that `execute` takes for the samples' extents."""
+        """Bytes of scratch memory that `execute` takes; 0 for an op without a workspace.
+
+        Examples:
+            >>> from cuteforge import RotaryEmbedding, TensorSpec
+            >>> x, table = TensorSpec((8, 4, 128), "bfloat16"), TensorSpec((8, 64, 2), "float32")
+            >>> RotaryEmbedding(x, table, x).workspace_bytes()
+            0
+        """
         return 0
 
     def execute(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> None:
-        """Launch on `operands`, in signature order or by name. Counts as a write of each output, as torch's own ops do.
+        """Launch on `operands`, given in the order of the signature or by name. Each output counts as written, as with
+        torch's own ops.
 
         Args:
-            stream: None for torch's current stream of the operands' device, or what `stream_handle` takes; then the
-                operands are recorded on it.
+            stream: None for torch's current stream on the operands' device, or any `Stream`; the operands are then
+                recorded on it.
 
         Raises:
-            ContractError: an operand is refused, by name; nothing was launched.
-            UnsupportedError: compiled for an architecture that the operands' device does not run.
-            RuntimeError: not compiled.
+            ContractError: an operand is refused; names it. Nothing was launched.
+            UnsupportedError: the op is compiled for an architecture that the operands' device does not run.
+            RuntimeError: the op is not compiled.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> op = MergeState(o, lse, o, lse, out, new_lse).compile()
+            >>> op.execute(o, lse, o_b=o, lse_b=lse, out=out, lse=new_lse)
+            >>> torch.testing.assert_close(out, o)
         """
         self._launch(self._ordered(operands, named), stream)
 
     def bind(self, *operands: torch.Tensor, stream: Stream | None = None, **named: torch.Tensor) -> Callable[[], None]:
-        """Validate once and return a launch of these very buffers, for decode loops and graph capture.
+        """Validate once, and return a function that launches on these very buffers: for decode loops and graph capture.
 
-        The callable keeps the operands alive, validates nothing, and launches on `stream`, or on torch's stream that is
-        current when it is called. Arguments and errors as in `execute`.
+        The function keeps the operands alive and validates nothing. It launches on `stream`, or on the stream that is
+        torch's current one when it is called. Arguments and errors as in `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> launch = MergeState(o, lse, o, lse, out, new_lse).compile().bind(o, lse, o, lse, out, new_lse)
+            >>> _ = o.fill_(2.0)
+            >>> launch()
+            >>> torch.testing.assert_close(out, o)
         """
         return self._bind(self._ordered(operands, named), stream)
 
@@ -204,16 +266,38 @@ class APIBase:
         return bound
 
     def __call__(self, *operands: torch.Tensor, **named: Any) -> None:
-        """Compile if needed, then `execute`."""
+        """Compile if needed, then `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> MergeState(o, lse, o, lse, out, new_lse)(o, lse, o, lse, out, new_lse)
+            >>> torch.testing.assert_close(out, o)
+        """
         if self._compiled is None:
             self._compile_for(self._arch_name, _device_index((*operands, *named.values())))
         return self.execute(*operands, **named)
 
     def check_call(self, operands: tuple[Any, ...]) -> None:
-        """Run the whole table on real operands, as samples, alignment and overlap included.
+        """Check real operands against the whole signature, alignment and overlap included, without launching anything.
+
+        Args:
+            operands: all of the signature, in its order.
 
         Raises:
-            ContractError, UnsupportedError: what the compiled entry refuses, or would, by name.
+            ContractError, UnsupportedError: as `execute` would; names the operand.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import MergeState
+            >>> o, lse = torch.randn(8, 4, 64, device="cuda"), torch.zeros(4, 8, device="cuda")
+            >>> out, new_lse = torch.empty_like(o), torch.empty_like(lse)
+            >>> op = MergeState(o, lse, o, lse, out, new_lse)
+            >>> op.check_call((o, lse, o, lse, out, lse))
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: lse: wanted memory of its own for an output, got memory shared with lse_b
         """
         self._check_kinds(operands)
         tensors = dict(zip(self.signature.names, operands, strict=True))
@@ -227,14 +311,25 @@ class APIBase:
         self.signature.bind_pointers(tensors, dims)
 
     def check_given(self, inputs: tuple[Any, ...]) -> None:
-        """Check the contents of a wrapper's inputs before they are converted: indices may still be int64. Synchronizes.
+        """Check what the inputs of a wrapper hold, before they are converted: indices may still be int64. Waits for the
+        GPU.
 
         Args:
-            inputs: all operands but the outputs, in signature order. The op's samples are copies of them.
+            inputs: all operands but the outputs, in the order of the signature. The op's samples are copies of them.
 
         Raises:
             ContractError, UnsupportedError: as `check_support`.
             ContractError: an index is wrong; names the operand and the place in it.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x, (cos, sin) = torch.randn(2, 4, 128, device="cuda"), rotary_table(1024, 128, device="cuda")
+            >>> positions = torch.tensor([3, 5000], device="cuda")
+            >>> op = RotaryEmbedding(x, (cos, sin), x, positions)
+            >>> op.check_given((x, cos, sin, positions))
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: positions: wanted values in [0, 1024), got 5000 at index 1
         """
         self.check_support()
         names = (row.name for row in self.signature.operands if row.role in ("in", "update"))

@@ -1,4 +1,5 @@
-"""What every family makes from its table of operands: names in a kernel, and the tensors of a compiled entry. Pure Python."""
+"""What every family makes from its table of operands: names in a kernel, and the tensors of a compiled entry. Pure
+Python."""
 
 from __future__ import annotations
 

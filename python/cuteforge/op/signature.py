@@ -43,16 +43,28 @@ _DEVICE = re.compile(r"[a-z_]+[a-z0-9_]*(:[0-9]+)?")
 class TensorSpec:
     """Shape, dtype, stride and device of a tensor that need not exist.
 
-    Stands in for a sample tensor, so that support can be asked and code compiled on a machine without a GPU.
+    It stands in for a sample tensor, so that you can ask whether a call is supported, and compile for it, on a machine
+    without a GPU.
 
     Args:
-        shape: extents, outermost first.
+        shape: sizes, outermost first.
         dtype: a name such as ``"bfloat16"``, or the torch dtype; stored as the name.
         stride: in elements, one for each dim; contiguous when None.
         device: ``"cuda"`` (any one GPU), ``"cuda:1"``, or ``"meta"`` (no device implied).
 
     Raises:
-        ContractError: no extents, strides or device; a negative extent, or a stride of another rank than the shape.
+        ContractError: an argument is not of its kind, a size is negative, or there are not as many strides as sizes.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TensorSpec
+        >>> spec = TensorSpec((2, 3), torch.bfloat16, stride=(8, 1))
+        >>> spec.itemsize, spec.numel, spec.span
+        (2, 6, 11)
+        >>> spec.outer_dims(), spec.device, spec.device_index
+        ([(1, 3), (8, 2)], 'cuda', None)
+        >>> TensorSpec.of(torch.zeros(2, 3), "x").stride
+        (3, 1)
     """
 
     shape: tuple[int, ...]

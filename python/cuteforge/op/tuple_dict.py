@@ -14,6 +14,16 @@ class TupleDict(dict[Any, torch.Tensor]):
 
     ``r["out"]`` looks up a name, ``r[0]`` and ``r[:2]`` the values in creation order. Iterating and unpacking
     (``out, lse = r``) give the values. All else is a dict: ``in`` tests names; ``keys()``, ``items()``, ``**r``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import TupleDict
+        >>> results = TupleDict(out=torch.zeros(2), lse=torch.ones(3))
+        >>> out, lse = results
+        >>> results["lse"] is results[1] is lse
+        True
+        >>> list(results.copy().keys())
+        ['out', 'lse']
     """
 
     @overload

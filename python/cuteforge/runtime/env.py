@@ -112,32 +112,32 @@ def _reader(variable: Variable) -> Callable[[], Any]:
     return read
 
 
-_ARCH = Variable("CUTEFORGE_ARCH", "text", None, "architecture to compile for, e.g. sm_90a; default: that of the GPU")
+_ARCH = Variable("CUTEFORGE_ARCH", "text", None, "architecture to compile for; unset: that of the GPU")
 _CACHE_DIR = Variable(
-    "CUTEFORGE_CACHE_DIR", "path", None, "directory of the disk cache; default: cuteforge in the XDG cache directory"
+    "CUTEFORGE_CACHE_DIR", "path", None, "directory of the disk cache; unset: cuteforge in the XDG cache directory"
 )
-_DISK_CACHE = Variable("CUTEFORGE_DISK_CACHE", "flag", True, "0: compiled kernels are kept in memory only")
+_DISK_CACHE = Variable("CUTEFORGE_DISK_CACHE", "flag", True, "0 keeps compiled kernels in memory only")
 _DISK_CACHE_SIZE = Variable(
     "CUTEFORGE_DISK_CACHE_SIZE",
     "size",
     2 * 1024**3,
-    "most bytes on disk, e.g. 500M or 4GiB; beyond, the kernels used longest ago are removed",
+    "limit of the disk cache; beyond it, the kernels used longest ago are removed",
 )
-_CACHE_SIZE = Variable("CUTEFORGE_CACHE_SIZE", "count", 256, "most compiled kernels that the process keeps in memory")
-_FAST_LAUNCH = Variable("CUTEFORGE_FAST_LAUNCH", "flag", True, "0: every launch runs the whole validation table first")
+_CACHE_SIZE = Variable("CUTEFORGE_CACHE_SIZE", "count", 256, "how many compiled kernels the process keeps in memory")
+_FAST_LAUNCH = Variable("CUTEFORGE_FAST_LAUNCH", "flag", True, "0 runs the whole validation table before every launch")
 _CHECK = Variable(
-    "CUTEFORGE_CHECK", "flag", False, "1: every launch also checks contents (offsets, indices); synchronizes"
+    "CUTEFORGE_CHECK", "flag", False, "1 also checks offsets and indices at every launch, which waits for the GPU"
 )
-_NVTX = Variable("CUTEFORGE_NVTX", "flag", False, "1: an NVTX range around every launch")
-_LOG = Variable("CUTEFORGE_LOG", "log level", None, "debug, info, warning or error: log to stderr from this level up")
+_NVTX = Variable("CUTEFORGE_NVTX", "flag", False, "1 puts an NVTX range around every launch")
+_LOG = Variable("CUTEFORGE_LOG", "log level", None, "log to stderr from this level up: debug, info, warning or error")
 _KERNELS = Variable(
-    "CUTEFORGE_KERNELS", "flag", True, "0: no kernel of the library is launched; policy functions are served by torch"
+    "CUTEFORGE_KERNELS",
+    "flag",
+    True,
+    "0 launches no kernel of the library; functions that choose are served by torch or flash-attn",
 )
 _BACKEND = Variable(
-    "CUTEFORGE_BACKEND",
-    "text",
-    None,
-    "backend that policy functions try first: cuda, flash, torch_native, or one registered",
+    "CUTEFORGE_BACKEND", "text", None, "backend to try first: cuda, flash, torch_native or one that was registered"
 )
 
 VARIABLES = (

@@ -28,8 +28,23 @@ class _CudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 
-# What `stream_handle` takes beside None. A raw handle and the streams of cuda.bindings are numbers to a type checker.
+# A raw handle and the streams of cuda.bindings are numbers to a type checker.
 Stream = _TorchStream | _CudaStream | SupportsInt
+"""What an argument `stream` takes beside None: a `torch.cuda.Stream`, a CUstream or cudaStream_t of cuda.bindings, an
+object with
+``__cuda_stream__``, or a raw handle as an int. Handle 0 is the default stream.
+
+Examples:
+    >>> import torch
+    >>> from cuteforge import rotary_wrapper
+    >>> x, freqs_cis = torch.randn(8, 4, 128, device="cuda"), torch.randn(8, 64, 2, device="cuda")
+    >>> side = torch.cuda.Stream()
+    >>> side.wait_stream(torch.cuda.current_stream())
+    >>> out = rotary_wrapper(x, freqs_cis, stream=side)["out"]
+    >>> torch.cuda.current_stream().wait_stream(side)
+    >>> out.shape
+    torch.Size([8, 4, 128])
+"""
 
 
 @functools.cache

@@ -51,6 +51,20 @@ class DecodeGraph:
     Raises:
         ContractError: an argument has the wrong type; batch_sizes is empty or goes above max_requests; graphs are
             asked for and the cache is not on a GPU.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import DecodeGraph, KVCache, attention
+        >>> cache = KVCache(1, 2, 64, num_pages=64, max_requests=8, max_seqlen=256, device="cuda")
+        >>> def step(x):  # a model of one layer that turns (B, 64) into (B, 64)
+        ...     q, kv = x[:, None].repeat(1, 8, 1), x[:, None].repeat(1, 2, 1)
+        ...     return attention(q, kv, kv, cache).mean(1)
+        >>> decode = DecodeGraph(step, cache)
+        >>> x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
+        >>> decode.capture(x)
+        >>> requests = [cache.add(), cache.add(), cache.add()]
+        >>> torch.equal(decode(requests, x), x)  # each token sees only itself
+        True
     """
 
     def __init__(
@@ -86,6 +100,17 @@ class DecodeGraph:
         Raises:
             ContractError: more requests than the largest size, or an input that differs.
             ContractError, CacheFull: as `KVCache.bind_decode`. After these errors nothing was changed.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import DecodeGraph, KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_requests=4, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> def step(x):
+            ...     cache.append(0, *x.expand(2, 2, len(x), 64).transpose(1, 2))
+            ...     return x + cache.batch.positions[:, None]
+            >>> decode, request = DecodeGraph(step, cache), cache.add()
+            >>> [decode([request], torch.zeros(1, 64))[0, 0].item() for _ in range(3)]
+            [0.0, 1.0, 2.0]
         """
         # As a bind does, also where the call is refused before.
         self._cache.keep_stored()
@@ -114,6 +139,15 @@ class DecodeGraph:
 
         Args:
             inputs: as in a call, of any number of rows; only their shapes past the first dim and dtypes count.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import DecodeGraph, KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_requests=4, max_seqlen=64, device="cuda")
+            >>> decode = DecodeGraph(lambda x: x * cache.batch.seqlens_k[:, None], cache, batch_sizes=[2, 4])
+            >>> decode.capture(torch.zeros(1, 64, device="cuda"))
+            >>> decode.batch_sizes
+            (2, 4)
         """
         buffers = self._buffers(None, inputs)
         if self._use_graphs:

@@ -41,6 +41,15 @@ class Batch:
         positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
         is_decode: one new token for each request.
         max_new: the most new tokens of a request.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import KVCache
+        >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+        >>> cache.bind_prefill([cache.add(), cache.add()], [3, 2])
+        >>> batch = cache.batch
+        >>> batch.seqlens_k.tolist(), batch.cu_seqlens_q.tolist(), batch.positions.tolist()
+        ([3, 2], [0, 3, 5], [0, 1, 2, 0, 1])
     """
 
     page_table: torch.Tensor
@@ -77,6 +86,20 @@ class KVCache:
     Raises:
         ContractError: an argument of another type, or out of range.
         UnsupportedError: torch cannot use the device here.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import KVCache, attention
+        >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+        >>> request = cache.add()
+        >>> cache.bind_prefill([request], [20])
+        >>> q, (k, v) = torch.randn(20, 8, 64), torch.randn(2, 20, 2, 64)
+        >>> prompt = attention(q, k, v, cache, is_causal=True)
+        >>> cache.bind_decode([request])
+        >>> token = attention(q[:1], k[:1], v[:1], cache)
+        >>> prompt.shape, token.shape, cache.seqlen(request), cache.num_free_pages
+        (torch.Size([20, 8, 64]), torch.Size([1, 8, 64]), 21, 6)
+        >>> cache.free(request)
     """
 
     num_layers: int
@@ -115,10 +138,19 @@ class KVCache:
         cls, num_layers: int, num_kv_heads: int, head_dim: int, *, batch: int, max_seqlen: int, page_size: int = 16,
         v_head_dim: int | None = None, dtype: torch.dtype | str = torch.bfloat16, device: torch.device | str = "cuda",
     ) -> KVCache:  # fmt: skip
-        """A cache for `batch` requests, each with its own run of C pages, in order, from `add` on: the r-th row of the table is
-        ``1 + r*C, …, r*C + C``. It is never full before `max_seqlen`, and shares nothing.
+        """A cache for `batch` requests that is never full before `max_seqlen`: each request has its own run of C pages,
+        in order.
 
-        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none is freed.
+        Row r of the table is ``1 + r*C, …, r*C + C`` from `add` on, and nothing is shared.
+        ``k_pool(layer)[1:].view(batch, C*ps, Hkv, D)`` is the dense cache; requests take its rows in order while none
+        is freed. Arguments and errors as in the constructor.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache.contiguous(1, 2, 64, batch=4, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.k_pool(0)[1:].view(4, 64, 2, 64).shape
+            torch.Size([4, 64, 2, 64])
         """
         sizes = {"batch": batch, "max_seqlen": max_seqlen, "page_size": page_size}
         batch, max_seqlen, page_size = _checked_sizes(sizes)
@@ -162,11 +194,28 @@ class KVCache:
         return self._allocator.num_free_pages
 
     def k_pool(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view."""
+        """Keys of a layer, ``(P, ps, Hkv, D)`` with ``P = num_pages + 1``: a view of the pool.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.k_pool(0).shape
+            torch.Size([9, 16, 2, 64])
+        """
         return self._pools[0][self._checked_layer(layer)]
 
     def v_pool(self, layer: int) -> torch.Tensor:
-        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view."""
+        """Values of a layer, ``(P, ps, Hkv, Dv)``: a view of the pool.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> sizes = {"v_head_dim": 128, "num_pages": 8, "max_seqlen": 64}
+            >>> cache = KVCache(1, 2, 192, **sizes, dtype=torch.float32, device="cpu")
+            >>> cache.v_pool(0).shape
+            torch.Size([9, 16, 2, 128])
+        """
         return self._pools[1][self._checked_layer(layer)]
 
     def _checked_layer(self, layer: Any) -> int:
@@ -191,11 +240,39 @@ class KVCache:
         Raises:
             ContractError: not a sequence of int, or longer than max_seqlen.
             CacheFull: there are max_requests requests.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> prompt = list(range(40))
+            >>> first = cache.add(prompt)
+            >>> cache.bind_prefill([first], [40])
+            >>> cache.append(0, *torch.randn(2, 40, 2, 64))
+            >>> cache.cached_tokens(cache.add(prompt))  # two full pages of 16 tokens
+            32
         """
         return self._allocator.add(tokens).id
 
     def free(self, request: int) -> None:
-        """Give back a request: its row, and its pages where nobody shares them. A batch with it is bound no more."""
+        """Give back a request: its row, and those of its pages that no other request shares. If it is in the bound
+        batch, nothing is bound any more.
+
+        Raises:
+            ContractError: there is no such request.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> request = cache.add()
+            >>> cache.bind_prefill([request], [20])
+            >>> cache.num_free_pages
+            6
+            >>> cache.free(request)
+            >>> cache.num_free_pages
+            8
+        """
         if self._allocator[request] in self._bound:
             self._unbind()
         self._allocator.free(request)
@@ -208,16 +285,34 @@ class KVCache:
         return self._allocator[request].num_tokens
 
     def cached_tokens(self, request: int) -> int:
-        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them."""
+        """Leading tokens of its prompt that were there when the request was added: the prefill starts after them.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.cached_tokens(cache.add([1, 2, 3]))  # no other request has these tokens
+            0
+        """
         return self._allocator[request].num_cached
 
     def bind_prefill(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
-        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order; a prompt may come in several such parts.
+        """The next calls bring ``lengths[i]`` new tokens of ``requests[i]``, packed in this order. A prompt may come in
+        several parts.
 
         Raises:
-            ContractError: a request that is unknown or there twice, a length below 0, or a request longer than max_seqlen.
-            CacheFull: fewer pages are free than needed. As with every error, nothing was changed.
+            ContractError: a request is unknown or there twice, a length is below 0, or a request would be longer than
+                max_seqlen.
+            CacheFull: too few pages are free. As with every error, nothing was changed.
             RuntimeError: torch's current stream is being captured.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> first, second = cache.add(), cache.add()
+            >>> cache.bind_prefill([first, second], [20, 3])
+            >>> cache.append(0, *torch.randn(2, 23, 2, 64))
         """
         self.keep_stored()
         bound = self._find(integers("requests", requests))
@@ -230,14 +325,26 @@ class KVCache:
     def bind_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
         """The next calls bring one new token of each request.
 
-        With the requests of the last call, in the same order, it is `step`: counters advance on the device, in place.
+        If the requests are those of the last call in the same order, this is `step`: counters advance on the device, in
+        place.
 
         Args:
             requests: in the order of the tokens.
-            pad_to: rows of the batch; those past the requests have no tokens and store to the scratch page. None: none are added.
+            pad_to: rows of the batch. Rows past the requests have no tokens and store to the scratch page. None adds no
+                rows.
 
         Raises:
-            As `bind_prefill`; ContractError also where `pad_to` is below the number of requests or above max_requests.
+            ContractError: as `bind_prefill`, or `pad_to` is below the number of requests or above max_requests.
+            CacheFull, RuntimeError: as `bind_prefill`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> requests = [cache.add(), cache.add()]
+            >>> cache.bind_decode(requests, pad_to=4)
+            >>> cache.batch.seqlens_k.tolist()
+            [1, 1, 0, 0]
         """
         self.keep_stored()
         numbers, num_rows = self._decode_rows(requests, pad_to)
@@ -249,7 +356,16 @@ class KVCache:
         self._decode_key = numbers, num_rows
 
     def check_decode(self, requests: Sequence[int], *, pad_to: int | None = None) -> None:
-        """Raise what `bind_decode` would raise, and change nothing."""
+        """Raise what `bind_decode` would raise, and change nothing.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.check_decode([cache.add()], pad_to=1000)
+            Traceback (most recent call last):
+            cuteforge.errors.ContractError: pad_to: wanted from 1 to max_requests = 256, got 1000
+        """
         bound = self._find_padded(*self._decode_rows(requests, pad_to))
         self._allocator.check_room(bound, [1] * len(bound))
 
@@ -266,11 +382,22 @@ class KVCache:
         return bound
 
     def step(self) -> None:
-        """One more new token for each request of the bound decode: three additions on the device, and an upload when a request starts a page.
+        """One more new token for each request of the bound decode: three additions on the device, and an upload when a
+        request starts a page.
 
         Raises:
             RuntimeError: no decode is bound, or torch's current stream is being captured.
             ContractError, CacheFull: as `bind_decode`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.bind_decode([cache.add()])
+            >>> cache.append(0, *torch.randn(2, 1, 2, 64))
+            >>> cache.step()
+            >>> cache.batch.positions.tolist()
+            [1]
         """
         if self._decode_key is None:
             raise RuntimeError("step: no decode is bound; call bind_decode first")
@@ -293,6 +420,16 @@ class KVCache:
         For steps that fail half-way: call it where you handle the error, then bind again. It does nothing if there is
         nothing to undo: before the first bind, after a rollback, and when a bind was refused after a step that every
         layer has stored (`keep_stored`). Requests that were freed meanwhile stay freed. No device work.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> request = cache.add()
+            >>> cache.bind_prefill([request], [20])
+            >>> cache.rollback()
+            >>> cache.seqlen(request), cache.num_free_pages
+            (0, 8)
         """
         if self._allocator.rollback():
             self._unbind()
@@ -301,6 +438,18 @@ class KVCache:
         """If every layer has stored the last step, keep it: `rollback` no longer undoes it.
 
         Every bind does this first, even one that is then refused: who asks for the next step has accepted the last.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> request = cache.add()
+            >>> cache.bind_decode([request])
+            >>> cache.append(0, *torch.randn(2, 1, 2, 64))
+            >>> cache.keep_stored()
+            >>> cache.rollback()
+            >>> cache.seqlen(request)
+            1
         """
         if self._allocator.is_stored:
             self._allocator.is_final = True
@@ -317,13 +466,34 @@ class KVCache:
         Raises:
             ContractError: no layer of the cache.
             RuntimeError: no batch is bound.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.bind_decode([cache.add()])
+            >>> cache.k_pool(0)[1, 0] = cache.v_pool(0)[1, 0] = 0.5  # page 1 has the token
+            >>> cache.mark_stored()
+            >>> cache.is_stored
+            True
         """
         self._check_bound("mark_stored")
         self._mark(self._missing if layer is None else 1 << self._checked_layer(layer))
 
     @property
     def is_stored(self) -> bool:
-        """Whether every layer has the tokens of the bound batch; False where nothing is bound."""
+        """Whether every layer has the tokens of the bound batch; False where nothing is bound.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.bind_decode([cache.add()])
+            >>> before = cache.is_stored
+            >>> cache.append(0, *torch.randn(2, 1, 2, 64))
+            >>> before, cache.is_stored
+            (False, True)
+        """
         return self.batch is not None and not self._missing
 
     def _mark(self, layers: int) -> None:
@@ -345,6 +515,16 @@ class KVCache:
         Raises:
             ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.
             RuntimeError: no batch is bound.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import KVCache
+            >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
+            >>> cache.bind_decode([cache.add()])
+            >>> k, v = torch.randn(2, 1, 2, 64)
+            >>> cache.append(0, k, v)
+            >>> torch.equal(cache.k_pool(0).flatten(0, 1)[cache.batch.slots], k)
+            True
         """
         self._check_bound("append")
         layer, slots = self._checked_layer(layer), self.batch.slots

@@ -21,12 +21,22 @@ SCRATCH_PAGE = 0
 
 
 class CacheFull(RuntimeError):
-    """The cache has too few pages, or rows of the page table, for a call. Nothing was changed.
+    """A cache has too few pages, or too few rows of the page table, for a call. Nothing was changed.
 
     Args:
         limit: the argument of the cache that decides, ``num_pages`` or ``max_requests``.
         total: its value.
         needed, free: how many more the call needs, and how many there are.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CacheFull, KVCache
+        >>> cache = KVCache(1, 2, 64, num_pages=1, page_size=16, max_seqlen=64, dtype=torch.float32, device="cpu")
+        >>> try:
+        ...     cache.bind_prefill([cache.add()], [20])
+        ... except CacheFull as error:
+        ...     print(error)
+        num_pages: needed 2 more, 1 of 1 free
     """
 
     limit: str

@@ -1,4 +1,5 @@
-"""Replayed decode steps: what the same step gives eagerly, whatever the padding, and nothing stored where it should not be."""
+"""Replayed decode steps: what the same step gives eagerly, whatever the padding, and nothing stored where it should not
+be."""
 
 import re
 
@@ -111,7 +112,8 @@ def check_same(got, want):
 
 
 def test_on_a_cpu_the_step_is_called_with_padding_and_gives_the_same():
-    """Every size, rows of no request between them and the step: bits, positions and pools are those of an unpadded loop."""
+    """Every size, rows of no request between them and the step: bits, positions and pools are those of an unpadded
+    loop."""
     results, calls = [], []
     for is_padded in (True, False):
         cache, requests = prefilled("cpu", torch.float32)

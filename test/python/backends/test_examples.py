@@ -66,7 +66,8 @@ def test_decoded_keys_stored_for_another_request_are_noticed(tiny_llama, monkeyp
 
 
 def test_tokens_lead_by_more_than_bf16_rounding_moves_a_logit(tiny_llama):
-    """One ulp of bf16 is 0.8 %: a lead of many makes greedy tokens comparable between backends that round differently."""
+    """One ulp of bf16 is 0.8 %: a lead of many makes greedy tokens comparable between backends that round
+    differently."""
     generator = torch.Generator().manual_seed(1)
     config = tiny_llama.Config(256, 512, 4, 8, 4, 32, 256, 64)
     model = tiny_llama.Llama(config)

@@ -1,4 +1,4 @@
-"""`explain` for an architecture: what a GPU that is not here would run, by the choice of the policy and the plan of the kernel."""
+"""`explain` for an architecture: what a GPU that is not here would run."""
 
 from __future__ import annotations
 

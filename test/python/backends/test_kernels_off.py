@@ -1,4 +1,5 @@
-"""CUTEFORGE_KERNELS=0: what means "run this kernel" refuses and names the variable, policy functions are served by torch."""
+"""CUTEFORGE_KERNELS=0: what means "run this kernel" refuses and names the variable, policy functions are served by
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a cache stores and says of a batch: attention over it equals dense attention, steps in place equal binding anew."""
+"""What a cache stores and says of a batch: attention over it equals dense attention, steps in place equal binding
+anew."""
 
 import re
 
@@ -414,7 +415,8 @@ def test_a_full_cache_leaves_the_step_before_as_it_is():
 
 
 def test_a_refused_bind_leaves_nothing_of_a_stored_step_to_undo():
-    """``try: bind, run the model; except: rollback`` must not take back the step before when the bind is what was refused."""
+    """``try: bind, run the model; except: rollback`` must not take back the step before when the bind is what was
+    refused."""
     cache, dense = make(num_pages=4), make_dense()
     a, b = added(cache, dense, 2)
     prefill(cache, dense, [a, b], [8, 4])

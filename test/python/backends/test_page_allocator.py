@@ -1,4 +1,5 @@
-"""Any order of calls: no page is lent twice unless shared, none is lost, prefixes are shared exactly, refusals change nothing."""
+"""Any order of calls: no page is lent twice unless shared, none is lost, prefixes are shared exactly, refusals change
+nothing."""
 
 import pickle
 from collections import Counter
@@ -23,7 +24,8 @@ def snapshot(allocator):
 
 
 class Machine(RuleBasedStateMachine):
-    """Adds, steps that are stored, rolled back or given up, and frees; prompts of two ids only, so that many start alike."""
+    """Adds, steps that are stored, rolled back or given up, and frees; prompts of two ids only, so that many start
+    alike."""
 
     def __init__(self):
         super().__init__()

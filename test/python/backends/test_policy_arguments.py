@@ -1,4 +1,5 @@
-"""Nonsense given to the policy functions: a refusal that names the argument, or the right answer; never an error of something inside."""
+"""Nonsense given to the policy functions: a refusal that names the argument, or the right answer; never an error of
+something inside."""
 
 from __future__ import annotations
 
@@ -49,13 +50,15 @@ class Demanding(Nameless):
 
 # fmt: off
 NONSENSE = [
-    None, 3, -1, 2**70, 0, True, 1.5, float("nan"), float("inf"), "x", "", b"x", [], [1], {}, set(), object(), int, len, 1j, (1, 2), ("a", None),
-    (None, None), slice(1), range(3), np.zeros(3), np.float32(1.5), np.int64(3), np.bool_(True), np.array(True), np.zeros((2, 3, 6, 16), np.float32),
-    torch.tensor(1), torch.tensor(True), torch.tensor(1.0), torch.zeros(0), torch.zeros(2, 3, 6, 16), torch.zeros(2, 3, 6, 16, dtype=torch.int32),
-    torch.zeros(2, 7, dtype=torch.bool), torch.zeros(2, 7, 2, 16, device="meta"), torch.zeros(2, 7, 2, 16, dtype=torch.complex64),
-    torch.zeros(2, 7, 2, 16).to(torch.float8_e4m3fn), torch.zeros(2, 7, 2, 16).to_sparse(), torch.nested.nested_tensor([torch.zeros(3, 6, 16)]),
-    torch.nn.Parameter(torch.zeros(2, 3, 6, 16)), torch.zeros(2, 3, 6, 16, dtype=torch.float64), torch.float32, torch.device("cpu"),
-    Abstract, Nameless, Nameless(), Demanding, ATTN_BACKEND, ATTN_BACKEND.CUDA, KVCache,
+    None, 3, -1, 2**70, 0, True, 1.5, float("nan"), float("inf"), "x", "", b"x", [], [1], {}, set(), object(), int, len,
+    1j, (1, 2), ("a", None), (None, None), slice(1), range(3), np.zeros(3), np.float32(1.5), np.int64(3),
+    np.bool_(True), np.array(True), np.zeros((2, 3, 6, 16), np.float32), torch.tensor(1), torch.tensor(True),
+    torch.tensor(1.0), torch.zeros(0), torch.zeros(2, 3, 6, 16), torch.zeros(2, 3, 6, 16, dtype=torch.int32),
+    torch.zeros(2, 7, dtype=torch.bool), torch.zeros(2, 7, 2, 16, device="meta"),
+    torch.zeros(2, 7, 2, 16, dtype=torch.complex64), torch.zeros(2, 7, 2, 16).to(torch.float8_e4m3fn),
+    torch.zeros(2, 7, 2, 16).to_sparse(), torch.nested.nested_tensor([torch.zeros(3, 6, 16)]),
+    torch.nn.Parameter(torch.zeros(2, 3, 6, 16)), torch.zeros(2, 3, 6, 16, dtype=torch.float64), torch.float32,
+    torch.device("cpu"), Abstract, Nameless, Nameless(), Demanding, ATTN_BACKEND, ATTN_BACKEND.CUDA, KVCache,
 ]
 # fmt: on
 
@@ -63,22 +66,38 @@ COS, SIN = rotary_table(32, 16)
 X, TOKENS, APE = torch.randn(5, 2, 16), torch.randn(20, 16), torch.zeros(4, 16)
 OFFSETS, ROWS = torch.tensor([0, 20]), torch.tensor([0, 5])
 ATTENTION = (
-    "q", "k", "v", "kv_cache", "layer_id", "attn_mask", "is_causal", "fwd", "backend", "scale", "window", "softcap", "sinks",
-)  # fmt: skip
+    "q",
+    "k",
+    "v",
+    "kv_cache",
+    "layer_id",
+    "attn_mask",
+    "is_causal",
+    "fwd",
+    "backend",
+    "scale",
+    "window",
+    "softcap",
+    "sinks",
+)
 ROTARY = ("x", "freqs_cis", "cos", "sin", "positions", "interleaved", "inverse", "backend")
 COMPRESS = ("kv", "score", "ape", "cu_seqlens", "ratio", "coff", "cu_seqlens_comp", "total_comp", "backend")
 # A call that is right, and the arguments to spoil.
 CALLS = {
     "attention": (attention, dict(zip("qkv", draw())), ATTENTION),
     "apply_rotary_emb": (apply_rotary_emb, {"x": X, "cos": COS, "sin": SIN, "positions": torch.arange(5)}, ROTARY),
-    "apply_rotary_emb, freqs_cis": (apply_rotary_emb, {"x": X, "freqs_cis": torch.stack((COS[:5], SIN[:5]), -1)}, ROTARY),
+    "apply_rotary_emb, freqs_cis": (
+        apply_rotary_emb,
+        {"x": X, "freqs_cis": torch.stack((COS[:5], SIN[:5]), -1)},
+        ROTARY,
+    ),
     "compress": (compress, {"kv": TOKENS, "score": TOKENS, "ape": APE, "cu_seqlens": OFFSETS}, COMPRESS),
     "compress, rows": (
         compress,
         {"kv": TOKENS, "score": TOKENS, "ape": APE, "cu_seqlens": OFFSETS, "cu_seqlens_comp": ROWS, "total_comp": 5},
         COMPRESS,
     ),
-}  # fmt: skip
+}
 # Another argument may be named where what was given is right in itself: heads that a table has no rows for.
 BESIDE = {"q": "k", "x": "positions|freqs_cis", "freqs_cis": "cos", "kv_cache": "q"}
 

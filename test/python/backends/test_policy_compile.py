@@ -32,10 +32,21 @@ def test_attention_is_one_graph(fresh_compiler, dynamic):
         torch.testing.assert_close(compiled(q, k, v, mask), call(q, k, v, mask))
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "window": (5, None)}])
-@pytest.mark.parametrize("sizes", [((24, 24), (31, 31)), ((18, 24), (20, 24), (24, 24))], ids=["square", "S = 24"])
-@pytest.mark.parametrize("with_gradient", [False, True])
-def test_one_graph_serves_all_sizes(fresh_compiler, options, sizes, with_gradient):
+SQUARE, ONE_LENGTH_OF_KEYS = ((24, 24), (31, 31)), ((18, 24), (20, 24), (24, 24))
+CAUSAL, WINDOW = {"is_causal": True}, {"is_causal": True, "window": (5, None)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "with_gradient"),
+    [
+        pytest.param(SQUARE, {}, True, id="square, all keys"),
+        pytest.param(SQUARE, WINDOW, True, id="square, window"),
+        pytest.param(ONE_LENGTH_OF_KEYS, CAUSAL, True, id="S = 24, causal"),
+        pytest.param(ONE_LENGTH_OF_KEYS, WINDOW, True, id="S = 24, window"),
+        pytest.param(ONE_LENGTH_OF_KEYS, WINDOW, False, id="S = 24, window, no gradient"),
+    ],
+)
+def test_one_graph_serves_all_sizes(fresh_compiler, sizes, options, with_gradient):
     """Comparisons of sizes are no plain bools while torch.compile traces, and none of them may cut the graph in two."""
 
     def call(q, k, v):

@@ -1,4 +1,5 @@
-"""The meta device, which holds no values: meta results where all operands are on it, refusals by name where only some are."""
+"""The meta device, which holds no values: meta results where all operands are on it, refusals by name where only some
+are."""
 
 from __future__ import annotations
 
@@ -84,7 +85,10 @@ def test_a_model_of_transformers(padded):
 # Mixed devices.
 
 CPU = {
-    "attention": (attention, dict(zip("qkv", draw()), attn_mask=torch.ones(2, 7, dtype=torch.bool), sinks=torch.zeros(6))),
+    "attention": (
+        attention,
+        dict(zip("qkv", draw()), attn_mask=torch.ones(2, 7, dtype=torch.bool), sinks=torch.zeros(6)),
+    ),
     "apply_rotary_emb": (apply_rotary_emb, {"x": torch.zeros(5, 2, 16), "freqs_cis": torch.zeros(5, 8, 2)}),
     "apply_rotary_emb, positions": (
         apply_rotary_emb,
@@ -100,13 +104,14 @@ CPU = {
             "cu_seqlens_comp": torch.tensor([0, 5]),
         },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("total_comp", [None, 5])
 @pytest.mark.parametrize(("function", "name"), [(f, name) for f, (_, operands) in CPU.items() for name in operands])
 def test_one_operand_on_another_device_is_refused_by_name(function, name, total_comp):
-    """torch calls a fake kernel as soon as one operand is on meta: its result is uninitialised memory where the first one is."""
+    """torch calls a fake kernel as soon as one operand is on meta: its result is uninitialised memory where the first
+    one is."""
     call, operands = CPU[function]
     options = {"total_comp": total_comp} if call is compress else {}
     first = next(iter(operands))

@@ -1,4 +1,5 @@
-"""torch.func and forward mode over the policy functions: the derivative, or a refusal that names the function before anything ran."""
+"""torch.func and forward mode over the policy functions: the derivative, or a refusal that names the function before
+anything ran."""
 
 from __future__ import annotations
 

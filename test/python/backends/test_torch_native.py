@@ -426,7 +426,8 @@ GRADIENT_CALLS = {
 
 
 def with_history(lengths, decode=False):
-    """A poisoned fp64 cache whose requests have tokens, bound to more of them; and what they have, which the call below does not change."""
+    """A poisoned fp64 cache whose requests have tokens, bound to more of them; and what they have, which the call below
+    does not change."""
     cache = KVCache(
         1,
         1,
@@ -453,7 +454,8 @@ def with_history(lengths, decode=False):
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("options", GRADIENT_CALLS.values(), ids=GRADIENT_CALLS)
 def test_gradients_over_a_cache_are_those_of_dense_attention(options, decode):
-    """To q, to the new keys and values, and to sinks; what is in the cache is constant, and the next steps may overwrite the batch."""
+    """To q, to the new keys and values, and to sinks; what is in the cache is constant, and the next steps may
+    overwrite the batch."""
     lengths = [1, 1, 1] if decode else [2, 4, 0]
     cache, stored, generator = with_history(lengths, decode)
     options, rows = {"is_causal": False, **options}, sum(lengths) + decode

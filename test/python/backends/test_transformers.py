@@ -123,7 +123,8 @@ def with_both(model, run, other="eager"):
 
 
 def assert_states_agree(model, kept, **inputs):
-    """First output of both at the tokens that are kept: eager attention of a query without keys is no model of anything."""
+    """First output of both at the tokens that are kept: eager attention of a query without keys is no model of
+    anything."""
     with torch.no_grad():
         ours, eager = with_both(model, lambda model: model(**inputs)[0])
     kept = torch.ones(ours.shape[:2], dtype=torch.bool) if kept is None else kept.bool()

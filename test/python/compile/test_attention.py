@@ -1,7 +1,7 @@
 """What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared memory as reckoned.
 
-Compiled are the smallest and the largest tile of a head, where registers are shortest, and each feature (`selected`); with `--full`, every tile that
-is selected for the heads below, with each option. Needs no GPU.
+By default only the tiles at the ends of what registers have to hold are compiled, and each kind of code once (`selected`). `--full` compiles every
+tile that is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools
@@ -124,47 +124,66 @@ def every_case(arch_name):
 def selected(arch_name):
     """Of what every case holds, the ends of what registers have to hold, and each kind of code.
 
-    On one architecture: the smallest and the largest decode tile of each head, every prefill, each other feature. Each option by
-    itself at the model's head, all at once at every head; with the splits of decode, whose second kernel is the same for all, at
-    the widest head only. On the others the model's head and the widest, without options and with all.
+    On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too; prefill at each head;
+    each kind of keys, of masks and of queries once; each option by itself in prefill, all options at once in both, with the splits of
+    decode, whose second kernel is the same for all, at the widest head only. On the others what asks most of the
+    registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
     """
-    tiles = {}
-    for option, traits in every_case(arch_name):
-        if traits.problem.queries != "packed":
-            tiles.setdefault((option, traits.problem), []).append(traits)
-    ends = {(option, traits) for (option, _), ts in tiles.items() for traits in (ts[0], ts[-1])}
-    for option, traits in every_case(arch_name):
-        is_prefill = traits.problem.queries == "packed"
-        if (is_prefill or (option, traits) in ends) and _is_wanted(traits, option, is_prefill, arch_name == FULL):
+    every, tiles = every_case(arch_name), {}
+    for option, traits in every:
+        tiles.setdefault((option, traits.problem, is_decode(traits)), []).append(traits)
+    for option, traits in every:
+        alike = tiles[option, traits.problem, is_decode(traits)]
+        is_end = traits == alike[-1] or (arch_name == FULL and _is_pivotal(traits) and traits == alike[0])
+        is_wanted = _is_wanted if arch_name == FULL else _is_demanding_most
+        if (is_end or not is_decode(traits)) and is_wanted(option, traits):
             yield option, traits
 
 
-def _is_wanted(traits, option, is_prefill, is_full):
-    head = traits.problem.head_dim
+def is_decode(traits):
+    return traits.problem.queries != "packed" and traits.problem.mask_rank != 4
+
+
+def _is_pivotal(traits):
+    return traits.problem.head_dim in (MODEL_HEAD, WIDEST_HEAD)
+
+
+def _is_wanted(option, traits):
+    problem = traits.problem
+    head = problem.head_dim
     if not option:
-        return is_full or head in (MODEL_HEAD, WIDEST_HEAD)
+        if is_decode(traits):
+            return True
+        # the widest head comes with masks, without and with all options
+        return (
+            head != WIDEST_HEAD if not problem.mask_rank else head == {2: MODEL_HEAD, 4: WIDEST_HEAD}[problem.mask_rank]
+        )
     if option != "all":
-        return is_full and head == MODEL_HEAD and not traits.splits
-    if is_prefill:
-        return is_full or head == MODEL_HEAD or bool(traits.problem.mask_rank)
-    return head == (WIDEST_HEAD if traits.splits else MODEL_HEAD) and (is_full or not traits.splits)
+        return head == MODEL_HEAD and not is_decode(traits)
+    if is_decode(traits):
+        return head == (WIDEST_HEAD if traits.splits else MODEL_HEAD)
+    return head == MODEL_HEAD or bool(problem.mask_rank)
+
+
+def _is_demanding_most(option, traits):
+    if is_decode(traits):
+        return not option and _is_pivotal(traits)
+    return option == "all" and traits.problem.head_dim == (WIDEST_HEAD if traits.problem.mask_rank else MODEL_HEAD)
 
 
 def test_selection_has_every_kind_on_every_architecture():
-    """Decode and prefill, the ends of the heads, all options; the rest of what there is to compile once."""
+    """Decode and prefill, the ends of the heads, splits, all options; the rest of what there is to compile on one."""
     for arch_name in ARCHS:
         every, chosen = every_case(arch_name), list(selected(arch_name))
         assert set(chosen) <= set(every)
-        options = {(option, traits.problem.queries) for option, traits in chosen}
-        assert options >= {(option, queries) for option in ("", "all") for queries in ("batch", "packed")}
+        options = {(option, is_decode(traits)) for option, traits in chosen}
+        assert options >= {("", True), ("all", False)}
         assert {MODEL_HEAD, WIDEST_HEAD} <= {traits.problem.head_dim for _, traits in chosen}
         assert {bool(traits.splits) for _, traits in chosen} == {True, False}
-        if arch_name == FULL:
-            for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
-                assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, (
-                    fact
-                )
-            assert {option for option, _ in chosen} == {"", *OPTIONS}
+    every, chosen = every_case(FULL), list(selected(FULL))
+    for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
+        assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, fact
+    assert {option for option, _ in chosen} == {"", *OPTIONS}
 
 
 def pytest_generate_tests(metafunc):
@@ -214,7 +233,7 @@ def products(traits):
 MERGES = [
     ("sm_90a", MergeTraits(dtype, d, queries))
     for dtype, d, queries in (("bfloat16", 128, "batch"), ("float16", 80, "packed"), ("float32", 256, "packed"))
-] + [(arch, MergeTraits("bfloat16", 128, "batch")) for arch in REDUCED]
+] + [(arch, MergeTraits("bfloat16", 128, "batch")) for arch in (REDUCED[0], REDUCED[-1])]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that decide the speed.
 
-Compiled are the kernels that have the fewest registers to spare (`selected`); with `--full`, every tile that is ever selected, with the longest part
-of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
+By default only the kernels with the fewest registers to spare are compiled (`selected`). `--full` compiles every tile that is ever selected, with the
+longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
 """
 
 import functools
@@ -17,7 +17,7 @@ from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 
-FULL = "sm_90a"
+FULL, NARROW = "sm_90a", "sm_80"
 ARCHS = (FULL, "sm_80", "sm_89", "sm_100a", "sm_120a")
 REGISTERS_PER_SM = 65536
 REGISTER_GRANULE = 8  # registers a thread are handed out in eights
@@ -25,7 +25,8 @@ ATOMICS = r"REDG?\b|ATOM"
 MODEL = [Problem("bfloat16", 512, 4, 2), Problem("float16", 512, 128, 1)]  # CSA and HCA
 
 # 512, 576 and 544 columns make a lane take at most 4, 2 and 1; 0, 4, 2 or 1 fewer make the widest access 16, 8, 4 or 2 bytes.
-HEAD_DIMS = [most - fewer for most in (512, 576, 544) for fewer in (0, 4, 2, 1)]
+HEAD_DIMS = tuple(most - fewer for most in (512, 576, 544) for fewer in (0, 4, 2, 1))
+WIDE_DIMS, NARROW_DIMS, DIMS_BETWEEN = (512, 576, 544), (511,), (508, 510)
 # All ratios of unsplit windows. Of the others those that fill the slots of every warp, and those that leave one spare.
 RATIOS = [*range(1, 17), *(multiple - spare for multiple in range(20, 257, 4) for spare in (1, 0))]
 
@@ -35,8 +36,8 @@ def access_bytes(traits):
 
 
 @functools.cache
-def candidates(arch):
-    facts = itertools.product(("bfloat16", "float32"), HEAD_DIMS, RATIOS, (1, 2), (False, True))
+def candidates(arch, head_dims=HEAD_DIMS):
+    facts = itertools.product(("bfloat16", "float32"), head_dims, RATIOS, (1, 2), (False, True))
     return [select_traits(Problem(*problem), arch, is_backward) for *problem, is_backward in facts]
 
 
@@ -69,43 +70,47 @@ def atomic_kind(traits):
     return (traits.tile, traits.has_spare_slots) if traits.backward and access_bytes(traits) == 16 else None
 
 
-def short_of_registers(every, kind):
-    """Of each kind the tiles that no other one outdoes: it would hold as many entries a lane, with as many warps on an SM to share the registers."""
-    chosen = []
-    for alike in _by_kind(most_demanding(every, lambda traits: (kind(traits), traits.tile)), kind):
-        wants = {
-            traits: (traits.slots * traits.tile.cols_per_lane, traits.tile.num_warps * traits.tile.ctas_per_sm)
-            for traits in alike
-        }
-        most = {want for want in wants.values() if not any(_outdoes(other, want) for other in wants.values())}
-        chosen += [max((t for t in alike if wants[t] == want), key=_demand) for want in sorted(most)]
-    return chosen
+def shortest_of_registers(every, kind):
+    """Of each kind the tile that asks most of the registers of an SM: entries that a lane holds, times the warps that share the registers."""
+    return [max(alike, key=lambda t: (_registers_wanted(t), _demand(t))) for alike in _by_kind(every, kind)]
 
 
-def _outdoes(other, want):
-    return other != want and all(a >= b for a, b in zip(other, want))
+def _registers_wanted(traits):
+    return traits.slots * traits.tile.cols_per_lane * traits.tile.num_warps * traits.tile.ctas_per_sm
 
 
-def every_case(arch, every):
-    """Each tile once, with and without atomics."""
-    return most_demanding(every, full_kind), most_demanding(every, atomic_kind)
+def every_case(arch):
+    """Each tile once, with and without atomics, and the models."""
+    every = candidates(arch)
+    return [*models(arch), *most_demanding(every, full_kind)], most_demanding(every, atomic_kind)
 
 
-def selected(arch, every):
-    """Where registers are short, for each way to share out a window; on one architecture with elements of 2 and 4 bytes, and every width of access.
+def models(arch):
+    return [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
 
-    Accesses of 2 bytes need the most addresses and take three times as long to compile: the others compile them for the backward alone.
-    Those of 4 and 8 are compiled once for each direction.
+
+def selected(arch):
+    """For each way to share out a window the kernel with the fewest registers to spare; on one architecture for elements of 2 and of 4 bytes.
+
+    Accesses of 2 bytes need the most addresses and take four times as long to compile, 10 … 15 s: one architecture has each direction with them, in a
+    split window or in a whole one, and one other the backward. Those of 4 and 8 bytes are compiled once for each direction. The models are compiled
+    for every architecture by `cuteforge demo`, which CI runs, and here for one.
     """
-    wide, narrow = of_width(every, 16), of_width(every, 2)
-    backward = [traits for traits in wide if traits.backward]
     if arch.name != FULL:
+        every = candidates(arch, WIDE_DIMS + (NARROW_DIMS if arch.name == NARROW else ()))
+        wide, narrow = of_width(every, 16), of_width(every, 2)
         addresses = most_demanding([t for t in narrow if t.backward and t.tile.resident], access_bytes)
-        return short_of_registers(wide, way) + addresses, most_demanding(backward, lambda t: t.tile.resident)
-    cases = short_of_registers(wide, lambda t: (*way(t), ITEMSIZE[t.problem.dtype]))
-    cases += most_demanding(narrow, lambda t: (t.backward, t.tile.split_window))
+        return shortest_of_registers(wide, way) + addresses, shortest_of_registers(wide, resident_backward)
+    every = candidates(arch, WIDE_DIMS + NARROW_DIMS + DIMS_BETWEEN)
+    wide, narrow = of_width(every, 16), of_width(every, 2)
+    cases = models(arch) + shortest_of_registers(wide, lambda t: (*way(t), ITEMSIZE[t.problem.dtype]))
+    cases += most_demanding([t for t in narrow if t.backward != t.tile.split_window], lambda t: t.backward)
     cases += most_demanding(of_width(every, 4, 8), lambda t: (t.backward, access_bytes(t)))
-    return cases, most_demanding(backward, lambda t: (t.tile.resident, t.has_spare_slots))
+    return cases, shortest_of_registers(wide, lambda t: (t.tile.resident,) if t.backward else None)
+
+
+def resident_backward(traits):
+    return True if traits.backward and traits.tile.resident else None
 
 
 def of_width(every, *widths):
@@ -118,9 +123,8 @@ def way(traits):
 
 def cases_of(arch_name, is_full):
     arch = resolve_arch(arch_name, None)
-    cases, with_atomics = (every_case if is_full else selected)(arch, candidates(arch))
-    models = [select_traits(*facts) for facts in itertools.product(MODEL, (arch,), (False, True))]
-    return list(dict.fromkeys(models + cases + [replace(traits, deterministic=False) for traits in with_atomics]))
+    cases, with_atomics = (every_case if is_full else selected)(arch)
+    return list(dict.fromkeys(cases + [replace(traits, deterministic=False) for traits in with_atomics]))
 
 
 def label(arch_name, traits):
@@ -131,17 +135,18 @@ def label(arch_name, traits):
 
 def test_selection_has_every_way_on_every_architecture():
     """Forward and backward, whole and split windows, sums in registers and in memory, with and without atomics."""
+    widths = {FULL: {2, 4, 8, 16}, NARROW: {2, 16}}
     for arch_name in ARCHS:
         cases = cases_of(arch_name, is_full=False)
         assert {way(traits) for traits in cases} == {
-            way(traits) for traits in candidates(resolve_arch(arch_name, None))
+            way(traits) for traits in candidates(resolve_arch(arch_name, None), WIDE_DIMS)
         }
         assert {traits.deterministic for traits in cases if traits.backward} == {True, False}
-        assert {access_bytes(traits) for traits in cases} >= ({2, 4, 8, 16} if arch_name == FULL else {2, 16})
+        assert {access_bytes(traits) for traits in cases} >= widths.get(arch_name, {16})
 
 
 def pytest_generate_tests(metafunc):
-    if "traits" in metafunc.fixturenames:
+    if "arch_name" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--full")
         cases = [(arch_name, traits) for arch_name in ARCHS for traits in cases_of(arch_name, is_full)]
         metafunc.parametrize(("arch_name", "traits"), cases, ids=[label(*case) for case in cases])

@@ -10,7 +10,8 @@ from helpers.kernel_keys import kernel_keys
 
 KEYS = kernel_keys()
 
-# The packages' own `__init__`s would import the whole family. They are replaced by empty ones: a kernel that used a name of one would fail here.
+# The packages' own `__init__`s would import the whole family. Empty ones take their part: a kernel that used a name of
+# one would fail here.
 COMPILE = """
 import importlib, os, pickle, sys, types
 import cuteforge

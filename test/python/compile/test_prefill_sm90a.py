@@ -1,7 +1,7 @@
 """What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
 
 from cuteforge.families.attention.forward_sm90a import kernel
-from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, SMEM_ALIGNMENT, select_warpgroups
+from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, SMEM_ALIGNMENT, select_warpgroups
 from cuteforge.runtime.arch import WARP, resolve_arch
 from helpers import sass
 from helpers.attention_problems import problem_of
@@ -19,43 +19,48 @@ OPTIONS = (
     {"has_left": True, "has_softcap": True, "has_sinks": True},
 )
 EVERY_WIDTH = (8, 24, 40, 64, 72, 88, 96, 104, 120, 136, 192, 248, 256)
-# The first and the last width of each tile, and what is no multiple of 16 or of 64.
-WIDTHS = (8, 64, 72, 96, 120, 136, 192, 256)
+# The ends of three warpgroups and of two; 72 and 192 come with pages and tokens.
+WIDTHS = (8, 64, 120, 136, 256)
 
 
 def problems(is_full):
-    """Each kind of keys and each option at the model's head and at the ends of the widths; with `--full` at more of them."""
-    heads = ((192, 128), (64, 128), (128, 64), (64, 256)) if is_full else ((192, 128), (64, 256))
-    of_pages, of_options, both = (
-        ((64, 72, 96, 128, 256), (64, 128, 256), (64, 72, 128, 256)) if is_full else ((72, 128, 256), (128,), (72, 256))
-    )
+    """Each kind of keys and each option once, and the ends of the widths; with `--full` at more widths."""
+
+    def choose(few, many):
+        return many if is_full else few
+
     return [
-        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in (EVERY_WIDTH if is_full else WIDTHS)),
-        *(problem_of("bfloat16", *pair, *RAGGED[:1], **RAGGED[1]) for pair in heads),
-        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1]) for d in of_pages),
+        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in choose(WIDTHS, EVERY_WIDTH)),
+        *(
+            problem_of("bfloat16", *pair, RAGGED[0], **RAGGED[1])
+            for pair in choose(((64, 256),), ((192, 128), (64, 128), (128, 64), (64, 256)))
+        ),
+        *(problem_of("float16", d, d, PAGES[0], **PAGES[1]) for d in choose((128,), (64, 72, 96, 128, 256))),
         *(
             problem_of("float16", *pair, TOKENS[0], **TOKENS[1])
-            for pair in ((192, 128), (128, 128), (64, 64))[: 3 if is_full else 2]
+            for pair in choose(((192, 128),), ((192, 128), (128, 128), (64, 64)))
         ),
         *(
-            problem_of("bfloat16", d, d, *RAGGED[:1], keys="packed", has_lse=True, **options)
-            for d in of_options
-            for options in OPTIONS
+            problem_of("bfloat16", d, d, "packed", keys="packed", has_lse=True, **options)
+            for d in choose((128,), (64, 128, 256))
+            for options in choose(OPTIONS[:-1], OPTIONS)
         ),
-        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1], **OPTIONS[-1]) for d in both),
+        *(
+            problem_of("float16", d, d, PAGES[0], **PAGES[1], **OPTIONS[-1])
+            for d in choose((72, 256), (64, 72, 128, 256))
+        ),
     ]
 
 
 def few_rows(is_full):
-    """Problems of calls with few rows, which get other tiles."""
+    """Problems of calls with few rows, which get other tiles: dense keys, pages, all options."""
+    dense, optioned, paged = ((64, 96, 128), (64, 128), (64, 128)) if is_full else ((128,), (128,), (64,))
+    tokens = [problem_of("float16", 128, 128, TOKENS[0], **TOKENS[1])] if is_full else []
     return [
-        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in ((64, 96, 128) if is_full else (64, 128))),
-        *(
-            problem_of("float16", d, d, *RAGGED[:1], keys="packed", **OPTIONS[-1])
-            for d in ((64, 128) if is_full else (128,))
-        ),
-        *(problem_of("float16", d, d, *PAGES[:1], **PAGES[1]) for d in ((64, 128) if is_full else (64,))),
-        problem_of("float16", 128, 128, TOKENS[0], **TOKENS[1]),
+        *(problem_of("bfloat16", d, d, DENSE[0], **DENSE[1]) for d in dense),
+        *(problem_of("float16", d, d, "packed", keys="packed", **OPTIONS[-1]) for d in optioned),
+        *(problem_of("float16", d, d, PAGES[0], **PAGES[1]) for d in paged),
+        *tokens,
     ]
 
 
@@ -88,11 +93,11 @@ def test_machine_code(problem, has_few_rows):
 
 def check_it_fits(traits, code, smem_bytes):
     """What the warps ask for by and by is there, and shared memory is what `why_not` reckons with."""
-    multiplying, copying = traits.registers
-    threads = WARP * (COPY_WARPS + traits.tile.multiplying_warps)
+    registers = traits.registers
+    threads = WARP * (PRODUCER_WARPS + traits.tile.consumer_warps)
     launched = code.registers // 8 * 8 * threads
     assert launched <= REGISTERS_PER_SM
-    assert WARP * (traits.tile.multiplying_warps * multiplying + COPY_WARPS * copying) <= launched
+    assert WARP * (traits.tile.consumer_warps * registers.consumer + PRODUCER_WARPS * registers.producer) <= launched
     assert traits.smem_bytes - SMEM_ALIGNMENT <= smem_bytes <= traits.smem_bytes <= ARCH.smem_bytes_per_cta
 
 

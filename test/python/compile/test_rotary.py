@@ -35,8 +35,8 @@ CASES = [
     pytest.param(
         arch, traits, width, id=f"{arch}-{traits.problem.dtype}-d{traits.problem.head_dim}r{traits.problem.rotary_dim}"
     )
-    for arch in ARCHS
-    for traits, width in (EVERYWHERE + ONCE if arch == "sm_90a" else EVERYWHERE)
+    for i, arch in enumerate(ARCHS)
+    for traits, width in (EVERYWHERE + ONCE if arch == "sm_90a" else EVERYWHERE[i % 2 : i % 2 + 1])
 ]
 
 
@@ -47,7 +47,7 @@ def test_machine_code(arch, traits, width):
     assert (code.stack_bytes, code.local_bytes) == (0, 0)
     assert not code.matching(r"D(ADD|MUL|FMA)\b|.*\.F64|HMMA|LDGSTS")
     assert code.registers * traits.num_threads * traits.ctas_per_sm <= 65536
-    accesses = traits.problem.accesses_per_head + (traits.copy_units > 0)
+    accesses = traits.problem.accesses_per_head + (traits.copy_threads > 0)
     opcode = {2: "STG.E.U16", 4: "STG.E", 8: "STG.E.64", 16: "STG.E.128"}[width]
     assert code.matching("STG") == {opcode: traits.heads_per_thread * accesses}
-    assert code.count("FFMA") == 2 * traits.problem.pairs_per_unit * traits.heads_per_thread
+    assert code.count("FFMA") == 2 * traits.problem.pairs_per_thread * traits.heads_per_thread

@@ -11,10 +11,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def row_tiles(request, monkeypatch):
     if "attention" in request.node.nodeid and zlib.crc32(request.node.nodeid.encode()) % 2:
-        from cuteforge.families.attention import base as op
-        from cuteforge.families.attention import wrapper
+        from cuteforge.families.attention import base, road
 
-        for module in (op, wrapper):
+        for module in (base, road):
             monkeypatch.setattr(module, "few_rows", lambda *_: 0)
 
 
@@ -24,13 +23,13 @@ def served(monkeypatch):
     from cuteforge.op import recall
 
     recall.forget()
-    counts, serve = [], recall.serve
+    counts, recall_call = [], recall.recall
 
     def counted(*args):
-        results = serve(*args)
+        results = recall_call(*args)
         counts.extend([1] * (results is not None))
         return results
 
-    monkeypatch.setattr(recall, "serve", counted)
+    monkeypatch.setattr(recall, "recall", counted)
     yield counts
     recall.forget()

@@ -1,4 +1,5 @@
-"""check_support of every class on any configuration: True, or a refusal that begins with a name, without a GPU and in no time."""
+"""check_support of every class on any configuration: True, or a refusal that begins with a name, without a GPU and in
+no time."""
 
 import inspect
 import re
@@ -97,11 +98,15 @@ def dense(draw, is_packed=False):
     rows, cols = ((length,), (keys,)) if is_packed else ((batch, length), (batch, keys))
     lse = (heads, length) if is_packed else (batch, heads, length)
     return {
-        "q": draw.spec(*rows, heads, dim), "k": draw.spec(*cols, kv_heads, dim), "v": draw.spec(*cols, kv_heads, v_dim),
-        "out": draw.spec(*rows, heads, v_dim), "lse": draw.maybe(lambda: draw.spec(*lse, dtype="float32")),
-        "mask": draw.maybe(lambda: mask(draw, batch, heads, length, keys)), "sinks": draw.maybe(lambda: draw.spec(heads, dtype="float32")),
+        "q": draw.spec(*rows, heads, dim),
+        "k": draw.spec(*cols, kv_heads, dim),
+        "v": draw.spec(*cols, kv_heads, v_dim),
+        "out": draw.spec(*rows, heads, v_dim),
+        "lse": draw.maybe(lambda: draw.spec(*lse, dtype="float32")),
+        "mask": draw.maybe(lambda: mask(draw, batch, heads, length, keys)),
+        "sinks": draw.maybe(lambda: draw.spec(heads, dtype="float32")),
         **attention_options(draw),
-    }, batch  # fmt: skip
+    }, batch
 
 
 def mask(draw, batch, heads, length, keys):
@@ -148,10 +153,15 @@ def paged(draw, is_prefill):
     if not is_prefill and draw(st.booleans()):
         more |= {"new_k": draw.spec(batch, *kv_heads), "new_v": draw.spec(batch, *kv_heads[:1], *v_dim)}
     return {
-        **given, "q": q, "k_cache": draw.spec(*pool, *kv_heads), "v_cache": draw.spec(*pool, *kv_heads[:1], *v_dim),
-        "page_table": draw.spec(rows if has_rows else batch, columns, dtype=draw.index), **lengths, **more,
+        **given,
+        "q": q,
+        "k_cache": draw.spec(*pool, *kv_heads),
+        "v_cache": draw.spec(*pool, *kv_heads[:1], *v_dim),
+        "page_table": draw.spec(rows if has_rows else batch, columns, dtype=draw.index),
+        **lengths,
+        **more,
         "page_table_rows": draw.spec(batch, dtype=draw.index) if has_rows else None,
-    }  # fmt: skip
+    }
 
 
 def merge(draw):

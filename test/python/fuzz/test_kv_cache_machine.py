@@ -1,6 +1,8 @@
-"""A KV cache in any order of calls, against lists of tokens: steps that are stored, fail, are rolled back or given up, prefixes, refusals, graphs.
+"""A KV cache in any order of calls, against lists of tokens: steps that are stored, fail, are rolled back or given up,
+prefixes, refusals, graphs.
 
-Attention over the cache is compared with dense attention in fp64 over each request's own history. All memory that holds no token is NaN.
+Attention over the cache is compared with dense attention in fp64 over each request's own history. All memory that holds
+no token is NaN.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def draw_token(layer: int, prefix: tuple[int, ...], group: int) -> tuple[torch.T
 
 
 def dense(q, k, v, mask, is_causal=False, window=None, softcap=None, sinks=None, scale=None):
-    """``(L, Hq, Dv)`` of q ``(L, Hq, D)``, k ``(S, Hkv, D)``, v ``(S, Hkv, Dv)`` and mask ``(L, S)``, as the definition says."""
+    """``(L, Hq, Dv)`` of q ``(L, Hq, D)``, k ``(S, Hkv, D)``, v ``(S, Hkv, Dv)`` and mask ``(L, S)``, as the definition
+    says."""
     k, v = (x.repeat_interleave(q.shape[1] // KV_HEADS, 1) for x in (k, v))
     scores = torch.einsum("lhd,shd->hls", q, k) * (D**-0.5 if scale is None else scale)
     if softcap:
@@ -226,7 +229,8 @@ class Machine(RuleBasedStateMachine):
             return
         call()
         self.begin(data, numbers, counts, num_rows, is_decode)
-        # Mostly the whole step follows; the rest of its layers may do so later, or never. Meanwhile the same prompts may come in.
+        # Mostly the whole step follows; the rest of its layers may do so later, or never. Meanwhile the same prompts
+        # may come in.
         for layer in range(data.draw(st.sampled_from([*range(self.layers), *[self.layers] * 4]))):
             if data.draw(st.integers(0, 3)) == 0:
                 self.add_prompt_of(data)
@@ -415,7 +419,8 @@ class Machine(RuleBasedStateMachine):
         self.compare(layer, out, leaves[0], options, mask, leaves if has_graph else None)
 
     def compare(self, layer, out, q, options, mask, leaves=None):
-        """Each request's rows with dense attention over its history, and their gradients; not those of requests with a hole."""
+        """Each request's rows with dense attention over its history, and their gradients; not those of requests with a
+        hole."""
         start = 0
         for i, (number, (before, after)) in enumerate(self.step.spans.items()):
             rows, sequence = slice(start, start + after - before), self.sequences[number]

@@ -1,4 +1,5 @@
-"""Nonsense of every type for every argument of everything public: an error that names the argument, or a right answer."""
+"""Nonsense of every type for every argument of everything public: an error that names the argument, or a right
+answer."""
 
 import random
 from collections import defaultdict

@@ -1,4 +1,5 @@
-"""The policy functions on a CPU against their definitions in fp64: shapes, groups, masks, options, strides, dtypes; results and gradients."""
+"""The policy functions on a CPU against their definitions in fp64: shapes, groups, masks, options, strides, dtypes;
+results and gradients."""
 
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ def no_environment(monkeypatch):
 
 
 def laid_out(x, layout):
-    """The values of `x` in memory with NaN wherever it has none; or those of its first row everywhere, by a stride of 0."""
+    """The values of `x` in memory with NaN wherever it has none; or those of its first row everywhere, by a stride of
+    0."""
     if layout in ("one batch", "one head"):
         dim = 0 if layout == "one batch" else x.dim() - 2
         return x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
@@ -79,7 +81,8 @@ def assert_close(got, exact, rounded, terms, name):
 
 
 def check_attention(function, definition, leaves, shape, scale):
-    """`function` of the leaves as the definition in fp64 says, within what the definition in their own dtype makes of them."""
+    """`function` of the leaves as the definition in fp64 says, within what the definition in their own dtype makes of
+    them."""
     weights = weights_of(shape)
     got, got_grads = derived(function, leaves, weights)
     want, want_grads = derived(definition, [x.double() for x in leaves], weights)
@@ -120,9 +123,15 @@ options = st.fixed_dictionaries(
 def draw_mask(kind, density, heads, size, generator):
     batch, length, keys = size["batch"], size["length"], size["num_keys"]
     shapes = {
-        2: (batch, keys), 3: (batch, length, keys), 4: (batch, heads, length, keys), "(1, S)": (1, keys), "(1, L, S)": (1, length, keys),
-        "(B, 1, 1, S)": (batch, 1, 1, keys), "(1, H, 1, S)": (1, heads, 1, keys), "(1, 1, L, S)": (1, 1, length, keys),
-    }  # fmt: skip
+        2: (batch, keys),
+        3: (batch, length, keys),
+        4: (batch, heads, length, keys),
+        "(1, S)": (1, keys),
+        "(1, L, S)": (1, length, keys),
+        "(B, 1, 1, S)": (batch, 1, 1, keys),
+        "(1, H, 1, S)": (1, heads, 1, keys),
+        "(1, 1, L, S)": (1, 1, length, keys),
+    }
     if kind is None:
         return None
     return torch.rand(shapes[kind], generator=generator) < density
@@ -160,9 +169,17 @@ def test_attention_is_its_definition(fuzz):
         check_attention(run, define, leaves, (batch, size["length"], heads, size["v_dim"]), options.get("scale"))
 
     fuzz.check(
-        body, examples=80, size=sizes, options=options, dtype=DTYPES, layouts=st.tuples(LAYOUTS, LAYOUTS, LAYOUTS), mask=masks,
-        density=st.sampled_from([0.0, 0.3, 0.9, 1.0]), with_sinks=st.booleans(), number=SEEDS,
-    )  # fmt: skip
+        body,
+        examples=80,
+        size=sizes,
+        options=options,
+        dtype=DTYPES,
+        layouts=st.tuples(LAYOUTS, LAYOUTS, LAYOUTS),
+        mask=masks,
+        density=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+        with_sinks=st.booleans(),
+        number=SEEDS,
+    )
 
 
 def test_rotary_is_its_definition(fuzz):
@@ -213,9 +230,18 @@ def test_rotary_is_its_definition(fuzz):
 
     tokens = st.one_of(st.tuples(st.integers(0, 6)), st.tuples(st.integers(0, 3), st.integers(0, 5)))
     fuzz.check(
-        body, examples=100, tokens=tokens, heads=st.integers(1, 4), half=st.integers(1, 5), rest=st.integers(0, 3),
-        dtype=DTYPES.filter(lambda d: d != FP64), layout=LAYOUTS, by_positions=st.booleans(), flags=st.tuples(*[st.booleans()] * 4), number=SEEDS,
-    )  # fmt: skip
+        body,
+        examples=100,
+        tokens=tokens,
+        heads=st.integers(1, 4),
+        half=st.integers(1, 5),
+        rest=st.integers(0, 3),
+        dtype=DTYPES.filter(lambda d: d != FP64),
+        layout=LAYOUTS,
+        by_positions=st.booleans(),
+        flags=st.tuples(*[st.booleans()] * 4),
+        number=SEEDS,
+    )
 
 
 def test_compress_is_its_definition(fuzz):
@@ -242,10 +268,18 @@ def test_compress_is_its_definition(fuzz):
         check_compress(run, define, kv, score, ape, (rows, d))
 
     fuzz.check(
-        body, examples=100, lengths=st.lists(st.integers(0, 14), max_size=4), past=st.integers(0, 5), ratio=st.integers(1, 5), coff=st.integers(1, 2),
-        d=st.integers(1, 9), dtype=DTYPES.filter(lambda d: d != FP64), layout=LAYOUTS, given=st.sampled_from(["none", "padded", "truncated", "read"]),
+        body,
+        examples=100,
+        lengths=st.lists(st.integers(0, 14), max_size=4),
+        past=st.integers(0, 5),
+        ratio=st.integers(1, 5),
+        coff=st.integers(1, 2),
+        d=st.integers(1, 9),
+        dtype=DTYPES.filter(lambda d: d != FP64),
+        layout=LAYOUTS,
+        given=st.sampled_from(["none", "padded", "truncated", "read"]),
         number=SEEDS,
-    )  # fmt: skip
+    )
 
 
 def check_compress(run, define, kv, score, ape, shape):

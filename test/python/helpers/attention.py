@@ -1,4 +1,5 @@
-"""Running dense attention in tests: configurations to compile, inputs with poisoned unused memory, guarded outputs, oracles."""
+"""Running dense attention in tests: configurations to compile, inputs with poisoned unused memory, guarded outputs,
+oracles."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ MAIN, MAIN_FP16, LATENT = HEAD_DIMS[0], HEAD_DIMS[1], HEAD_DIMS[9]
 
 
 class Flags(NamedTuple):
-    """Which optional things a call has: part of what is compiled. The suite compiles `BASE` of every config, and all of `FLAGS` of MAIN."""
+    """Which optional things a call has: part of what is compiled. The suite compiles `BASE` of every config, and all of
+    `FLAGS` of MAIN."""
 
     causal: bool = True
     lengths: bool = True
@@ -338,8 +340,17 @@ def expected(x: Inputs, compute_dtype=torch.float64, out_dtype: torch.dtype | No
         k, lens_k = reference.unpack(k, x.cu_seqlens_k)
         v, _ = reference.unpack(v, x.cu_seqlens_k)
     out, lse = reference.attend(
-        q, k, v, lens_q=lens_q, lens_k=lens_k, mask=x.mask, sinks=x.sinks, **x.options, compute_dtype=compute_dtype, out_dtype=out_dtype
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        lens_q=lens_q,
+        lens_k=lens_k,
+        mask=x.mask,
+        sinks=x.sinks,
+        **x.options,
+        compute_dtype=compute_dtype,
+        out_dtype=out_dtype,
+    )
     return Results(out, lse)
 
 
@@ -354,7 +365,8 @@ def by_request(results: Results, x: Inputs) -> list[Results]:
 
 
 def check(results: Results, x: Inputs) -> None:
-    """Spec: each request by itself within the budget of its dtype, and queries that see nothing exactly 0 and -inf, or the sink of their head."""
+    """Spec: each request by itself within the budget of its dtype, and queries that see nothing exactly 0 and -inf, or
+    the sink of their head."""
     oracle, eager = expected(x), expected(x, x.q.dtype, x.q.dtype)
     eager_lse = expected(x, torch.float32).lse
     for b, got in enumerate(by_request(results, x)):
@@ -387,8 +399,8 @@ def check_lse(got: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, slac
 def lse_slack(x: Inputs, b: int) -> float:
     """What scores may be off by because matrix instructions truncate the fp32 sums that eager code rounds.
 
-    At most ``2**-23`` of the sum of magnitudes at each of the ``D / 8`` steps (an instruction adds eight products at a time), and four units
-    for the scale and the logarithm; with a softcap as much as its hyperbolic tangent is off.
+    At most ``2**-23`` of the sum of magnitudes at each of the ``D / 8`` steps (an instruction adds eight products at a
+    time), and four units for the scale and the logarithm; with a softcap as much as its hyperbolic tangent is off.
     """
     d = x.q.shape[-1]
     scale = d**-0.5 if x.softmax_scale is None else abs(x.softmax_scale)

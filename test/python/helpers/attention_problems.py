@@ -22,7 +22,8 @@ def problem_of(
     has_sinks: bool = False,
     **limits: Any,
 ) -> Problem:
-    """A `Problem` whose operands are given by flags; `lengths` is ``"seqlens"`` or ``"indptr"``, `limits` are the rest of its fields."""
+    """A `Problem` whose operands are given by flags; `lengths` is ``"seqlens"`` or ``"indptr"``, `limits` are the rest
+    of its fields."""
     given = {
         "seqlens_k": lengths == "seqlens",
         "kv_indptr": lengths == "indptr",

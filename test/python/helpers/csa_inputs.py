@@ -25,7 +25,8 @@ FORWARD_SPECIALS = [name for name, (operand, _) in SPECIALS.items() if operand !
 
 
 def with_special(special: str, config: csa.Config, device) -> Inputs:
-    """A ragged pack with the special value in about every second block (every fifth row of grad_out), at varying columns."""
+    """A ragged pack with the special value in about every second block (every fifth row of grad_out), at varying
+    columns."""
     operand, value = SPECIALS[special]
     x = csa.small(config, device)
     tensor = getattr(x, operand).clone()

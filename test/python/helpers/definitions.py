@@ -1,4 +1,5 @@
-"""What the policy functions compute, written down once more as their pages define it: slow, by loops, in the dtype of the inputs, differentiable."""
+"""What the policy functions compute, written down once more as their pages define it: slow, by loops, in the dtype of
+the inputs, differentiable."""
 
 from __future__ import annotations
 
@@ -24,9 +25,18 @@ def attention(q, k, v, attn_mask=None, is_causal=False, *, scale=None, window=No
     rows = []
     for b in range(batch):
         by_head = [
-            _head(q[b, :, h], k[b, :, h // group], v[b, :, h // group], seen & _kept(attn_mask, b, h), scale, softcap, sinks, h)
+            _head(
+                q[b, :, h],
+                k[b, :, h // group],
+                v[b, :, h // group],
+                seen & _kept(attn_mask, b, h),
+                scale,
+                softcap,
+                sinks,
+                h,
+            )
             for h in range(heads)
-        ]  # fmt: skip
+        ]
         rows.append(torch.stack(by_head, 1))
     return torch.stack(rows)
 

@@ -40,7 +40,8 @@ def check_operands_freed_at_once(draw: Draw, call: Call) -> None:
 
 
 def _call_behind(draw: Draw, call: Call, stream: torch.cuda.Stream, cycles: int) -> tuple[list[torch.Tensor], bool]:
-    """The results of a call behind a sleep, and whether the sleep outlasted the writes to the memory of its operands."""
+    """The results of a call behind a sleep, and whether the sleep outlasted the writes to the memory of its
+    operands."""
     tensors = draw()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

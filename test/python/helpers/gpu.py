@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-# About two seconds on a 2 GHz clock. No test may fail for a sleep that was too short: what has to be seen while a stream is behind is looked at
-# inside `held`.
+# About two seconds on a 2 GHz clock. No test may fail for a sleep that was too short: what has to be seen while a
+# stream is behind is looked at inside `held`.
 SLEEP_CYCLES = 4_000_000_000
 HELD_AT_MOST_S = 60
 
@@ -35,9 +35,9 @@ def moved(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def held(stream: torch.cuda.Stream) -> Iterator[None]:
     """What is put on `stream` inside the block waits until the block ends, however long that takes.
 
-    A sleep would be over too early where the host is slow or other processes have the GPU. What waits for the stream itself would
-    wait for ever, so that after a minute it is let go, and the test fails. Code that torch or the driver loads at its first launch may do so:
-    it has to be there already.
+    A sleep would be over too early where the host is slow or other processes have the GPU. What waits for the stream
+    itself would wait for ever, so that after a minute it is let go, and the test fails. Code that torch or the driver
+    loads at its first launch may do so: it has to be there already.
     """
     from cuda.bindings import driver
 
@@ -60,7 +60,8 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 def check_while_behind(
     stream: torch.cuda.Stream, launch: Callable[[], None], check_untouched: Callable[[], None]
 ) -> None:
-    """`launch()` while `stream` is held: nothing may be written until it is let go. The code of the kernel has to be there already."""
+    """`launch()` while `stream` is held: nothing may be written until it is let go. The code of the kernel has to be
+    there already."""
     check_untouched()
     torch.cuda.synchronize()
     with held(stream):
@@ -70,7 +71,8 @@ def check_while_behind(
 
 
 def check_not_behind(stream: torch.cuda.Stream, launch: Callable[[], None], check: Callable[[], None]) -> None:
-    """`launch()` with `stream` as the current one, which is held: all is written meanwhile. The code has to be there already."""
+    """`launch()` with `stream` as the current one, which is held: all is written meanwhile. The code has to be there
+    already."""
     with pytest.raises(AssertionError, match="never written"):
         check()
     torch.cuda.synchronize()
@@ -82,7 +84,8 @@ def check_not_behind(stream: torch.cuda.Stream, launch: Callable[[], None], chec
 
 
 def captured(call: Callable[[], _Results], device) -> _Results:
-    """The results of one replay. One launch of torch's own keeps the graph from being empty, which torch warns about."""
+    """The results of one replay. One launch of torch's own keeps the graph from being empty, which torch warns
+    about."""
     graph, filler = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
     with torch.cuda.graph(graph):
         filler.add_(1)

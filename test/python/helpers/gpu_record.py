@@ -1,14 +1,15 @@
 """The record of the last GPU runs of the whole suite, and whether the sources it vouches for have changed since.
 
 ``python -m pytest test/python --gpu-record=test/gpu_record.json`` adds a run to it (`recorder.py`), and
-``python test/python/helpers/gpu_record.py --check`` reads it, so that a machine without a GPU can say what has been tested on one.
-Checking needs neither torch nor pytest nor a GPU.
+``python test/python/helpers/gpu_record.py --check`` reads it, so that a machine without a GPU can say what has been
+tested on one. Checking needs neither torch nor pytest nor a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import sys
@@ -38,15 +39,20 @@ def digest(folder: Path = SOURCES) -> str:
 
 
 def digests(folder: Path = SOURCES) -> dict[str, str]:
-    """sha256 of the code of each file, shortened: enough to say which have changed. Comments, docstrings and line breaks do not count."""
-    return {
-        name: hashlib.sha256(repr(_code(ast.parse(text))).encode()).hexdigest()[:16]
-        for name, text in contents(folder).items()
-    }
+    """sha256 of the code of each file, shortened: enough to say which have changed. Comments, docstrings and line
+    breaks do not count."""
+    return {name: _digest_of_code(text) for name, text in contents(folder).items()}
+
+
+@functools.cache
+def _digest_of_code(text: bytes) -> str:
+    """Remembered: the tests of records take those of all sources 20 times, and once costs three seconds."""
+    return hashlib.sha256(repr(_code(ast.parse(text))).encode()).hexdigest()[:16]
 
 
 def _code(node: Any) -> Any:
-    """A syntax tree as tuples and lists, the same in every Python: fields that are empty, which newer ones have more of, are left out."""
+    """A syntax tree as tuples and lists, the same in every Python: fields that are empty, which newer ones have more
+    of, are left out."""
     if isinstance(node, list):
         return [_code(item) for item in node if not _is_bare_text(item)]
     if not isinstance(node, ast.AST):

@@ -20,7 +20,8 @@ def poisoned(cache: KVCache) -> KVCache:
 
 
 def attend(cache: KVCache, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Store the new tokens, then causal attention of each over its request: ``(T, Hq, Dv)``, read by page table and lengths alone."""
+    """Store the new tokens, then causal attention of each over its request: ``(T, Hq, Dv)``, read by page table and
+    lengths alone."""
     cache.append(layer, k, v)
     b = cache.batch
     keys, values = (
@@ -89,7 +90,8 @@ def facts(cache: KVCache) -> dict[str, Any]:
 
 
 def snapshot(cache: KVCache) -> list[Any]:
-    """All that a refused call must leave alone: requests, pages, what can be shared, the batch and the memory behind it."""
+    """All that a refused call must leave alone: requests, pages, what can be shared, the batch and the memory behind
+    it."""
     allocator, batch = cache._allocator, cache.batch
     lent = {n: {**vars(r), "pages": list(r.pages), "node": id(r.node)} for n, r in allocator._requests.items()}
     free = list(allocator._free_pages), list(allocator._free_rows), list(allocator._references)

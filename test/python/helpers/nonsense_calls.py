@@ -1,4 +1,5 @@
-"""Values that no argument means, and what may come of a call with one: an error that names the argument, or a right answer."""
+"""Values that no argument means, and what may come of a call with one: an error that names the argument, or a right
+answer."""
 
 from __future__ import annotations
 
@@ -61,25 +62,77 @@ class Value(NamedTuple):
 
 def _values() -> Iterator[Value]:
     plain = (
-        None, "nonsense", "", "cuda:99", b"bytes", 2**63, 2**200, -1, -(2**63) - 1, 0, 1, 0.5, -2.5, 1e300, math.nan, math.inf, -math.inf,
-        True, False, 1j, ..., int, print, (), (1,), (1, 2, 3), ("a", None), fractions.Fraction(1, 3), torch.float32, torch.complex64,
-        torch.device("meta"), torch.strided, range(2), TensorSpec((2, 3), "float32"), TensorSpec((), "nonsense"),
-    )  # fmt: skip
+        None,
+        "nonsense",
+        "",
+        "cuda:99",
+        b"bytes",
+        2**63,
+        2**200,
+        -1,
+        -(2**63) - 1,
+        0,
+        1,
+        0.5,
+        -2.5,
+        1e300,
+        math.nan,
+        math.inf,
+        -math.inf,
+        True,
+        False,
+        1j,
+        ...,
+        int,
+        print,
+        (),
+        (1,),
+        (1, 2, 3),
+        ("a", None),
+        fractions.Fraction(1, 3),
+        torch.float32,
+        torch.complex64,
+        torch.device("meta"),
+        torch.strided,
+        range(2),
+        TensorSpec((2, 3), "float32"),
+        TensorSpec((), "nonsense"),
+    )
     for value in plain:
         yield Value(repr(value)[:40], lambda value=value: value)
     made: dict[str, Callable[[], Any]] = {
-        "[]": list, "{}": dict, "{'a': 1}": lambda: {"a": 1}, "set": lambda: {1, 2}, "[1, 2]": lambda: [1, 2], "[[]]": lambda: [[]],
-        "[None]": lambda: [None], "generator": lambda: (i for i in range(2)), "object()": object, "hostile": _Hostile,
+        "[]": list,
+        "{}": dict,
+        "{'a': 1}": lambda: {"a": 1},
+        "set": lambda: {1, 2},
+        "[1, 2]": lambda: [1, 2],
+        "[[]]": lambda: [[]],
+        "[None]": lambda: [None],
+        "generator": lambda: (i for i in range(2)),
+        "object()": object,
+        "hostile": _Hostile,
         "[hostile]": lambda: [_Hostile()],
-        "unhashable": _Unhashable, "fake stream": _FakeStream, "int subclass": lambda: _OwnInt(3),
-        "np.zeros(3)": lambda: np.zeros(3), "np.int64(1)": lambda: np.int64(1), "np.float32(nan)": lambda: np.float32("nan"),
-        "np.bool_": lambda: np.bool_(True), "np.str_": lambda: np.str_("cuda"), "np.array(objects)": lambda: np.array([None, "a"], dtype=object),
-        "tensor()": lambda: torch.tensor(1.0), "tensor(True)": lambda: torch.tensor(True), "tensor([])": lambda: torch.empty(0),
-        "tensor 7-D": lambda: torch.zeros(1, 1, 1, 1, 1, 1, 1), "tensor int8": lambda: torch.zeros(2, 3, dtype=torch.int8),
-        "tensor complex": lambda: torch.zeros(2, 3, dtype=torch.complex64), "tensor meta": lambda: torch.empty(2, 3, device="meta"),
-        "tensor huge meta": lambda: torch.empty(2**40, 2**20, device="meta"), "sparse": lambda: torch.zeros(2, 3).to_sparse(),
-        "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "Parameter": lambda: torch.nn.Parameter(torch.zeros(2, 3)),
-    }  # fmt: skip
+        "unhashable": _Unhashable,
+        "fake stream": _FakeStream,
+        "int subclass": lambda: _OwnInt(3),
+        "np.zeros(3)": lambda: np.zeros(3),
+        "np.int64(1)": lambda: np.int64(1),
+        "np.float32(nan)": lambda: np.float32("nan"),
+        "np.bool_": lambda: np.bool_(True),
+        "np.str_": lambda: np.str_("cuda"),
+        "np.array(objects)": lambda: np.array([None, "a"], dtype=object),
+        "tensor()": lambda: torch.tensor(1.0),
+        "tensor(True)": lambda: torch.tensor(True),
+        "tensor([])": lambda: torch.empty(0),
+        "tensor 7-D": lambda: torch.zeros(1, 1, 1, 1, 1, 1, 1),
+        "tensor int8": lambda: torch.zeros(2, 3, dtype=torch.int8),
+        "tensor complex": lambda: torch.zeros(2, 3, dtype=torch.complex64),
+        "tensor meta": lambda: torch.empty(2, 3, device="meta"),
+        "tensor huge meta": lambda: torch.empty(2**40, 2**20, device="meta"),
+        "sparse": lambda: torch.zeros(2, 3).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        "Parameter": lambda: torch.nn.Parameter(torch.zeros(2, 3)),
+    }
     for label, make in made.items():
         yield Value(label, make)
 
@@ -133,7 +186,8 @@ SAME = (
 
 
 def nonsense_for(name: str, argument: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """(label, good argument -> what is given instead). A raw stream is believed: a driver that is given another number crashes the process."""
+    """(label, good argument -> what is given instead). A raw stream is believed: a driver that is given another number
+    crashes the process."""
     for value in VALUES:
         if name == "stream" and isinstance(value.make(), numbers.Integral):
             continue

@@ -13,7 +13,8 @@ BYTES_EACH = 3 << 29  # torch, the compiler and a kernel that is being compiled
 
 
 def choose_processes(config: pytest.Config) -> None:
-    """Parallel where whole folders are asked for and nothing of the command line speaks against it; ``-n`` decides otherwise.
+    """Parallel where whole folders are asked for and nothing of the command line speaks against it; ``-n`` decides
+    otherwise.
 
     Idle processes take work from the busiest one: tests take between a millisecond and half a minute.
     """
@@ -24,7 +25,8 @@ def choose_processes(config: pytest.Config) -> None:
         option.numprocesses = default_processes()
     if option.numprocesses:
         option.dist = "worksteal" if option.dist == "no" else option.dist
-        # The processes take the cores already: threads of torch that wait for one another cost three times the time. Inherited by the workers.
+        # The processes take the cores already: threads of torch that wait for one another cost three times the time.
+        # Inherited by the workers.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -36,7 +38,8 @@ def default_processes() -> int:
 
 
 def _is_batch(config: pytest.Config) -> bool:
-    """Whole folders, and nobody who looks on: a debugger and ``-s`` need the one process, a selection is mostly faster in it."""
+    """Whole folders, and nobody who looks on: a debugger and ``-s`` need the one process, a selection is mostly faster
+    in it."""
     option = config.option
     watched = option.usepdb or option.trace or option.capture == "no" or option.setupshow or option.setuponly
     return not watched and not selecting_options(config) and all(map(os.path.isdir, config.args))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1]
 _PACKAGE = _TESTS.parents[1] / "python"
-# Nothing takes this long, on however busy a machine; a little less than the limit of a test, so that what was printed is seen.
+# Nothing takes this long, on however busy a machine; a little less than the limit of a test, so that what was printed
+# is seen.
 HANGS_AFTER_S = 540
 
 

@@ -169,9 +169,15 @@ def _samples(name: str) -> Arguments:
 
 
 OPS = (
-    "GQADecode", "GQAPrefill", "PagedGQADecode", "PagedGQAPrefill", "MergeState", "CSACompressorForward", "CSACompressorBackward",
+    "GQADecode",
+    "GQAPrefill",
+    "PagedGQADecode",
+    "PagedGQAPrefill",
+    "MergeState",
+    "CSACompressorForward",
+    "CSACompressorBackward",
     "RotaryEmbedding",
-)  # fmt: skip
+)
 
 
 def _constructor(name: str) -> Call:
@@ -275,7 +281,14 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "TensorSpec.of": lambda: of(TensorSpec.of, x=_floats(2, 3), name="weight")._replace(ignored=("name",)),
     **_op_rows(),
     "attention": lambda: of(
-        cuteforge.attention, **dense(torch.float32), attn_mask=_mask(), is_causal=True, scale=0.5, window=(2, 1), softcap=3.0, sinks=_floats(4)
+        cuteforge.attention,
+        **dense(torch.float32),
+        attn_mask=_mask(),
+        is_causal=True,
+        scale=0.5,
+        window=(2, 1),
+        softcap=3.0,
+        sinks=_floats(4),
     )._replace(ignored=("layer_id",)),
     "attention over a cache": _attention_over_cache,
     "apply_rotary_emb": lambda: of(cuteforge.apply_rotary_emb, x=heads(), freqs_cis=angles()),
@@ -284,19 +297,33 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     ),
     "compress": lambda: of(cuteforge.compress, **compressor(), total_comp=2),
     "explain": lambda: of(
-        cuteforge.explain, lambda function, q: cuteforge.explain(function, q, *list(dense().values())[1:]),
-        function="attention", q=dense()["q"],
+        cuteforge.explain,
+        lambda function, q: cuteforge.explain(function, q, *list(dense().values())[1:]),
+        function="attention",
+        q=dense()["q"],
     ),
     "is_available": lambda: of(cuteforge.is_available, name="rotary"),
     "attn_backend": lambda: of(cuteforge.attn_backend, _enter, backend="torch_native"),
     "register_backend": lambda: of(cuteforge.register_backend, backend=TorchNativeBackend),
-    "gqa_decode_wrapper": lambda: of(cuteforge.gqa_decode_wrapper, **dense(), mask=_mask(), seqlens_k=_ints(5, 4), sinks=_floats(4), causal=True),
-    "gqa_prefill_wrapper": lambda: of(cuteforge.gqa_prefill_wrapper, **dense(), mask=_mask(), seqlens_k=_ints(5, 4), sinks=_floats(4), causal=True),
+    "gqa_decode_wrapper": lambda: of(
+        cuteforge.gqa_decode_wrapper, **dense(), mask=_mask(), seqlens_k=_ints(5, 4), sinks=_floats(4), causal=True
+    ),
+    "gqa_prefill_wrapper": lambda: of(
+        cuteforge.gqa_prefill_wrapper, **dense(), mask=_mask(), seqlens_k=_ints(5, 4), sinks=_floats(4), causal=True
+    ),
     "paged_gqa_decode_wrapper": lambda: of(
-        cuteforge.paged_gqa_decode_wrapper, **paged(False), seqlens_k=_ints(4, 1), page_table_rows=_ints(0, 1), sinks=_floats(4)
+        cuteforge.paged_gqa_decode_wrapper,
+        **paged(False),
+        seqlens_k=_ints(4, 1),
+        page_table_rows=_ints(0, 1),
+        sinks=_floats(4),
     ),
     "paged_gqa_prefill_wrapper": lambda: of(
-        cuteforge.paged_gqa_prefill_wrapper, **paged(True), seqlens_k=_ints(4, 2), page_table_rows=_ints(0, 1), sinks=_floats(4)
+        cuteforge.paged_gqa_prefill_wrapper,
+        **paged(True),
+        seqlens_k=_ints(4, 2),
+        page_table_rows=_ints(0, 1),
+        sinks=_floats(4),
     ),
     "attn_decode": lambda: of(cuteforge.attn_decode, **dense(), mask=_mask()),
     "attn_prefill": lambda: of(cuteforge.attn_prefill, **dense(), mask=_mask()),
@@ -305,14 +332,25 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "merge_state": lambda: of(
         cuteforge.merge_state, **{n: x for n, x in _samples("MergeState").items() if n not in ("out", "lse")}
     ),
-    "csa_compressor_forward_wrapper": lambda: of(cuteforge.csa_compressor_forward_wrapper, **compressor(), total_comp=2),
-    "csa_compressor_backward_wrapper": lambda: of(cuteforge.csa_compressor_backward_wrapper, **compressor(), grad_out=_floats(2, 8)),
+    "csa_compressor_forward_wrapper": lambda: of(
+        cuteforge.csa_compressor_forward_wrapper, **compressor(), total_comp=2
+    ),
+    "csa_compressor_backward_wrapper": lambda: of(
+        cuteforge.csa_compressor_backward_wrapper, **compressor(), grad_out=_floats(2, 8)
+    ),
     "rotary_wrapper": lambda: of(cuteforge.rotary_wrapper, x=heads(), freqs_cis=angles()),
     "rotary_qk_wrapper": lambda: of(
-        cuteforge.rotary_qk_wrapper, q=heads(), k=heads(), cos=_floats(5, 4), sin=_floats(5, 4), positions=_ints(0, 1, 4)
+        cuteforge.rotary_qk_wrapper,
+        q=heads(),
+        k=heads(),
+        cos=_floats(5, 4),
+        sin=_floats(5, 4),
+        positions=_ints(0, 1, 4),
     ),
     "rotary_emb": lambda: of(cuteforge.rotary_emb, x=heads(), freqs_cis=angles()),
-    "rotary_table": lambda: of(cuteforge.rotary_table, max_pos=6, rotary_dim=8, scaling={"rope_type": "linear", "factor": 2.0}, device="cpu"),
+    "rotary_table": lambda: of(
+        cuteforge.rotary_table, max_pos=6, rotary_dim=8, scaling={"rope_type": "linear", "factor": 2.0}, device="cpu"
+    ),
     "KVCache": lambda: of(KVCache, **SIZES, num_pages=4, max_requests=2),
     "KVCache.contiguous": lambda: of(KVCache.contiguous, **SIZES, batch=2),
     "KVCache.add": lambda: of(cache().add, tokens=[1, 2, 3]),
@@ -332,7 +370,7 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "DecodeGraph": lambda: of(cuteforge.DecodeGraph, step=lambda x: x, cache=cache(), batch_sizes=[1, 2]),
     "DecodeGraph.__call__": _graph_step,
     "DecodeGraph.capture": _graph_capture,
-}  # fmt: skip
+}
 
 # Public names and methods without a row, and why.
 EXEMPT = {

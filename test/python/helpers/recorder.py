@@ -18,8 +18,15 @@ from helpers.gpu_record import SOURCES, TESTS, digest, digests, files_of_tests
 
 RUNS_KEPT = 2  # a test that fails now and then shows itself in the second run in a row
 _PACKAGES = (
-    "torch", "transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy", "pytest", "pytest-xdist", "hypothesis"
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "numpy",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+)
 _SELECTING = {
     "keyword": "-k",
     "markexpr": "-m",
@@ -75,7 +82,8 @@ def _version(package: str) -> str | None:
 
 
 def add_gpu_run(record: dict, run: dict) -> dict:
-    """The record with one more run. Runs of other sources or tests are dropped from it, and all but the last two of the same."""
+    """The record with one more run. Runs of other sources or tests are dropped from it, and all but the last two of the
+    same."""
     state = {"digests": digests(SOURCES), "tests_digests": digests(TESTS)}
     earlier = record.get("runs", []) if all(record.get(name) == value for name, value in state.items()) else []
     return {**state, "runs": [*earlier, run][-RUNS_KEPT:]}

@@ -72,7 +72,8 @@ MAIN_CONFIGS = (ADJACENT, HALVES, BY_TOKEN, PARTIAL)
 
 
 class Layout(NamedTuple):
-    """Run-time facts of a call: none may matter to the result, or to what is compiled beyond rank and number of tensors."""
+    """Run-time facts of a call: none may matter to the result, or to what is compiled beyond rank and number of
+    tensors."""
 
     name: str
     tokens: tuple[int, ...]
@@ -216,7 +217,8 @@ def execute(op, x: Inputs, outputs: Mapping[str, torch.Tensor], **options) -> No
 
 
 def run(x: Inputs, layout: Layout, *, inverse: bool = False, stream=None) -> dict[str, torch.Tensor]:
-    """What the class writes (`out`, and `k_out` where there are keys), in the memory of `layout`; the guards are checked."""
+    """What the class writes (`out`, and `k_out` where there are keys), in the memory of `layout`; the guards are
+    checked."""
     memory = arrange(x, layout)
     execute(compiled(memory.inputs, memory.outputs), memory.inputs, memory.outputs, inverse=inverse, stream=stream)
     torch.cuda.synchronize(x.x.device)

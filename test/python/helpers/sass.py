@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cuteforge.runtime.build import Build
 from cuteforge.runtime.cutlass_compat import SPILLS_ARE_ERRORS, compile_host, cubin_of
+from cuteforge.runtime.garbage import only_new_garbage
 
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+),", re.MULTILINE)
@@ -54,7 +55,8 @@ class Binary:
 def compile_binary(build: Build, arch: str) -> Binary:
     """Compile for `arch`. Registers that spill to local memory are an error. Leaves no file behind."""
     options = f"{build.options} {SPILLS_ARE_ERRORS}".strip()
-    compiled = compile_host(build.host, build.args, arch=arch, options=options)
+    with only_new_garbage():
+        compiled = compile_host(build.host, build.args, arch=arch, options=options)
     with tempfile.TemporaryDirectory(prefix="cuteforge-sass-") as directory:
         host_code = Path(directory) / "host.ll"
         compiled.export_to_c(str(host_code), function_name=build.name)

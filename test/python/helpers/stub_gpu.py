@@ -1,4 +1,5 @@
-"""Stand-ins for a GPU: kernels that only note their launches, and CPU tensors that pass for those of an sm_90 GPU until a compiled entry looks."""
+"""Stand-ins for a GPU: kernels that only note their launches, and CPU tensors that pass for those of an sm_90 GPU until
+a compiled entry looks."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ class StubStream:
 
 
 def stub_streams(monkeypatch) -> Callable[[], int]:
-    """torch's current stream is one that is only noted. Returns the query of its handle, `STREAM` outside of any context."""
+    """torch's current stream is one that is only noted. Returns the query of its handle, `STREAM` outside of any
+    context."""
     handles = [STREAM]
 
     @contextmanager

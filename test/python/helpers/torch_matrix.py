@@ -1,8 +1,9 @@
 """Which versions of torch the suite was run with: makes those runs, and writes the table of them in docs/support.md.
 
-``python test/python/helpers/torch_matrix.py run 2.11.0`` makes an environment with that torch, runs the whole suite in it without a GPU, and puts
-what came out in `test/torch_record.json` and the table. With ``--python PATH`` it uses an environment that is there. ``render`` writes the table
-from the records alone, the GPU record too: the page says what ran, and nothing else. Rendering needs neither torch nor pytest.
+``python test/python/helpers/torch_matrix.py run 2.11.0`` makes an environment with that torch, runs the whole suite in
+it without a GPU, and puts what came out in `test/torch_record.json` and the table. With ``--python PATH`` it uses an
+environment that is there. ``render`` writes the table from the records alone, the GPU record too: the page says what
+ran, and nothing else. Rendering needs neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def render() -> None:
 
 
 def make_environment(version: str, folder: Path) -> Path:
-    """The Python of a new environment with this torch. Which build of torch it gets, the installer's own settings say."""
+    """The Python of a new environment with this torch. Which build of torch it gets, the installer's own settings
+    say."""
     python = folder / "bin" / "python"
     if uv := shutil.which("uv"):
         make, install = [uv, "venv", str(folder)], [uv, "pip", "install", "--python", str(python)]

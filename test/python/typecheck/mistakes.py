@@ -1,4 +1,5 @@
-"""Wrong uses of the public names. Never run: mypy and pyright must both report every line marked `# wrong`, and no other (`unit/test_types.py`)."""
+"""Wrong uses of the public names. Never run: mypy and pyright must both report every line marked `# wrong`, and no
+other (`unit/test_types.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of kinds that are known: new each time, of the shape, strides and dtype that were asked for, on the device, whichever is current."""
+"""Memory of kinds that are known: new each time, of the shape, strides and dtype that were asked for, on the device,
+whichever is current."""
 
 import pytest
 import torch

@@ -373,7 +373,8 @@ def test_bind_validates_once(kernels, gpu, table_passes, monkeypatch):
 
 
 def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, monkeypatch):
-    """Launched and bound alike: a bound launch once dropped them, and a rotation turned forwards where it should turn back."""
+    """Launched and bound alike: a bound launch once dropped them, and a rotation turned forwards where it should turn
+    back."""
     op, kernel = compiled_scale(kernels)
     bound = []
     monkeypatch.setattr(api_base, "bound_launch", lambda *args: bound.append(args) or (lambda: None))
@@ -386,7 +387,8 @@ def test_scalars_of_a_call_follow_those_of_the_op(kernels, gpu, table_passes, mo
 
 @pytest.mark.parametrize("entry", ["execute", "call", "bind"])
 def test_a_launch_counts_as_a_write_of_each_output(entry, kernels, gpu, table_passes, monkeypatch):
-    """As torch's own ops do: a graph that saved the tensor before refuses to use it. Each launch of a bound one counts, too."""
+    """As torch's own ops do: a graph that saved the tensor before refuses to use it. Each launch of a bound one counts,
+    too."""
     op, kernel = compiled_scale(kernels)
     x, index, y = cpu_operands()
     x, y = x.zero_(), y.zero_()

@@ -1,4 +1,5 @@
-"""Every line of the attention ops' constructors and check_support, violated once. Metadata only: no GPU; compiled for an architecture at most."""
+"""Every line of the attention ops' constructors and check_support, violated once. Metadata only: no GPU; compiled for
+an architecture at most."""
 
 import pickle
 from copy import deepcopy

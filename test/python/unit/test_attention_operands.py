@@ -1,4 +1,5 @@
-"""The table of attention's operands: one row gives an operand to validation, wrappers, torch ops, compiled entries and kernels."""
+"""The table of attention's operands: one row gives an operand to validation, wrappers, torch ops, compiled entries and
+kernels."""
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_kernels_call_the_tensors_of_the_entry_by_their_rows():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_optional_operand_costs_one_row(kind, made_up):
-    """It arrives in the entry, in the schema of the torch op, in the wrapper's inputs, in what kernels know, and in the errors."""
+    """It arrives in the entry, in the schema of the torch op, in the wrapper's inputs, in what kernels know, and in the
+    errors."""
     assert "Tensor? key_gains" in operands.schema_of(kind).split(", ")
     assert "key_gains" in operands.inputs_of(kind)
     assert operands.given_of(("q", "key_gains", "out")) == ("key_gains",)

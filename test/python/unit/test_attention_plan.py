@@ -1,4 +1,5 @@
-"""How the host cuts decode, run on the host: which of the ways it takes for shapes of which the times are known, or which nothing else can serve."""
+"""How the host cuts decode, run on the host: which of the ways it takes for shapes of which the times are known, or
+which nothing else can serve."""
 
 import types
 

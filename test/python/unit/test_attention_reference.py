@@ -1,4 +1,5 @@
-"""The eager reference of attention against a plain loop over the contract, torch's own attention, and published cases."""
+"""The eager reference of attention against a plain loop over the contract, torch's own attention, and published
+cases."""
 
 import math
 
@@ -124,7 +125,8 @@ def test_equals_a_plain_loop(sizes, dv, mask, causal, scale, seed):
     seed=st.integers(0, 99),
 )
 def test_options_equal_a_plain_loop(sizes, window, softcap, sinks, mask, causal, seed):
-    """Windows on either side, caps, sinks of -inf and such as outweigh all keys, each with the others, with masks and lengths."""
+    """Windows on either side, caps, sinks of -inf and such as outweigh all keys, each with the others, with masks and
+    lengths."""
     batch, length, size, kv_heads, group = sizes
     q, k, v = draw(batch, length, size, kv_heads, group, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -151,7 +153,8 @@ def test_window_by_hand():
 
 
 def test_sink_by_hand():
-    """Equal scores of 0 and a sink of ln 2: a weight of 2 beside one for each key, and no value. Without a key it is all there is."""
+    """Equal scores of 0 and a sink of ln 2: a weight of 2 beside one for each key, and no value. Without a key it is
+    all there is."""
     zeros, values = torch.zeros(1, 2, 1, 8, dtype=FP64), torch.ones(1, 2, 1, 1, dtype=FP64)
     sinks = torch.tensor([math.log(2)], dtype=FP64)
     out, lse = reference.attend(zeros[:, :1], zeros, values, sinks=sinks)
@@ -218,7 +221,8 @@ def test_negative_lengths_are_empty_and_long_ones_end_at_the_memory():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(dtype):
-    """Results in the dtype of q unless asked otherwise, lse never below fp32; eager code of a dtype is near the oracle."""
+    """Results in the dtype of q unless asked otherwise, lse never below fp32; eager code of a dtype is near the
+    oracle."""
     q, k, v = draw(2, 3, 9, 2, 2, dtype=dtype)
     out, lse = reference.attend(q, k, v)
     assert out.dtype == dtype and lse.dtype == FP64

@@ -232,6 +232,7 @@ def test_dense_sections_judge_ours_against_the_best_peer(monkeypatch, timed):
     square = Shape(1, 64, 64, SMALL, causal=True)
     for name in ("PREFILL", "PORTABLE"):
         monkeypatch.setattr(bench_attention, name, (square,))
+    monkeypatch.setattr(bench_attention, "LENGTHS", ())
     monkeypatch.setattr(bench_attention, "portable_arch", lambda: "sm_90")
     run = run_with({name: math_peer(name) for name in (peers.CUDNN_SDPA, peers.FLASH_SDPA)})
     (decode,) = bench_attention.decode_rows(run)

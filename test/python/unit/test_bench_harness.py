@@ -313,8 +313,10 @@ def test_host_rows_stand_beside_the_raw_launch(monkeypatch):
     monkeypatch.setattr(harness, "measure_host", lambda calls: {name: us[name] for name in calls})
     rows = list(runner.host_rows(dict.fromkeys(("bound", "execute", "wrapper")), "fwd", {"peer": None}))
     assert [(row.case, row.ours_us, row.bars[0].is_met(row)) for row in rows] == [
-        ("bound fwd", 5.5, True), ("execute fwd", 8.0, True), ("wrapper fwd", 20.0, False),
-    ]  # fmt: skip
+        ("bound fwd", 5.5, True),
+        ("execute fwd", 8.0, True),
+        ("wrapper fwd", 20.0, False),
+    ]
     assert all(row.peers_us == {runner.RAW: 5.0, "peer": 9.0} for row in rows)
 
 

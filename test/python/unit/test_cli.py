@@ -18,7 +18,7 @@ from cuteforge.cli import bench, demo, doctor, timing
 from cuteforge.cli.commands import COMMANDS
 from cuteforge.cli.families import FAMILIES, Case, attention, csa, load, rotary
 from cuteforge.errors import UnsupportedError
-from cuteforge.runtime import arch, cutlass_compat, disk_cache, env
+from cuteforge.runtime import arch, compile_cache, cutlass_compat, disk_cache, env
 from helpers.process import HANGS_AFTER_S, run, start
 
 EXACT = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
@@ -156,8 +156,20 @@ def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
         assert any(n > ratio and n % ratio for n in lengths)
 
 
-def test_demo_checks_and_compiles_every_family_here(monkeypatch, tmp_path, capsys):
-    """The whole command, on small inputs and one architecture."""
+def test_demo_checks_every_family_here_and_compiles_what_it_names(monkeypatch, tmp_path, capsys):
+    """The whole command, on small inputs and one architecture. The compiler takes rotary and is stood in for otherwise: what it makes
+    of these kernels, test/python/compile and the demo itself show, which CI runs."""
+    asked, compile_kernel = [], compile_cache._compile
+
+    def compile_one_family(key, disk):
+        asked.append(key)
+        return compile_kernel(key, disk) if ".rotary." in key.builder else ("entry", {"kernel.o": b"code"})
+
+    load_contents = compile_cache._load_contents
+    monkeypatch.setattr(compile_cache, "_compile", compile_one_family)
+    monkeypatch.setattr(
+        compile_cache, "_load_contents", lambda contents, symbol: symbol != "entry" and load_contents(contents, symbol)
+    )
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(csa, "SEGMENT_LENGTHS", (300, 0, 3, 130, 0, 256))
@@ -166,10 +178,18 @@ def test_demo_checks_and_compiles_every_family_here(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(rotary, "MAX_POS", 9000)
     monkeypatch.setattr(attention, "USES", SMALL_ATTENTION)
     monkeypatch.setattr(demo, "ARCHITECTURES", ("sm_90a",))
-    status, text = main(["demo"]), capsys.readouterr().out
+    compile_cache.clear()
+    try:
+        status, text = main(["demo"]), capsys.readouterr().out
+    finally:
+        compile_cache.clear()
     assert status == 0, text
-    for name in ("CSA forward", "CSA backward", "HCA forward", "HCA backward", *rotary.USES, *attention.USES):
-        assert name in text
+    names = ("CSA forward", "CSA backward", "HCA forward", "HCA backward", *rotary.USES, *attention.USES)
+    assert all(name in text for name in names)
+    assert {key.arch for key in asked} == {"sm_90a"}
+    assert text.count(" s ") >= len(names), "each was compiled, by its row of the table"
+    for builder in ("csa.compressor.forward:", "csa.compressor.backward:", "rotary.kernel:", "attention.forward"):
+        assert any(builder in key.builder for key in asked), builder
 
 
 def test_csa_demo_compiles_what_its_input_runs():
@@ -348,7 +368,12 @@ def test_doctor_lists_variables_that_are_set_and_bad_ones(monkeypatch):
 
 
 def test_a_bad_log_level_is_warned_of_once_and_breaks_nothing():
-    code = "import sys\nfrom cuteforge.__main__ import main\nprint(main(['doctor']), file=sys.stderr)"
+    code = (
+        "import sys\nfrom cuteforge.__main__ import main\nfrom cuteforge.cli import doctor\n"
+        # what else doctor asks takes five seconds of imports
+        "for name in {*doctor.SECTIONS} - {'environment'}:\n    doctor.SECTIONS[name] = dict\n"
+        "print(main(['doctor']), file=sys.stderr)"
+    )
     process = start(code, CUTEFORGE_LOG="loud")
     out, err = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0

@@ -1,6 +1,8 @@
-"""How the compressor's work is cut into tiles, on the facts of five GPUs and over every ratio. No GPU, nothing compiled.
+"""How the compressor's work is cut into tiles, on the facts of five GPUs and over every ratio. No GPU, nothing
+compiled.
 
-What is whose, and what is copied where, is what the kernel itself says: its `RowLane` and `WindowStream` run here on plain integers.
+What is whose, and what is copied where, is what the kernel itself says: its `RowWorker` and `WindowStream` run here on
+plain integers.
 """
 
 import functools
@@ -25,12 +27,16 @@ from cuteforge.families.csa.compressor.config import (
 )
 from cuteforge.families.csa.compressor.operands import FLOATS
 from cuteforge.families.csa.compressor.pooling import Fast
-from cuteforge.families.csa.compressor.row_lanes import RowLane
+from cuteforge.families.csa.compressor.row_workers import RowWorker
 from cuteforge.op.signature import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-RATIOS = range(1, config.MAX_RATIO + 1)
+# Every one up to 49, the ends of each way to share out a window, and steps of 7, which meet every remainder of 16
+# warps.
+# All 256 take three times as long.
+LONGEST = config.MAX_RATIO
+RATIOS = sorted({*range(1, 50), *range(50, LONGEST, 7), 63, 64, 65, 127, 128, 129, LONGEST - 2, LONGEST - 1, LONGEST})
 HEAD_DIMS = (1, 7, 65, 96, 128, 510, 512, 576, 4096)
 MAX_THREADS_PER_SM = 1536  # the least of the five GPUs
 PROBLEMS = [Problem(*facts) for facts in itertools.product(FLOATS, HEAD_DIMS, RATIOS, (1, 2))]
@@ -76,7 +82,7 @@ def smem_of_kernel(traits):
     """Bytes that the kernel allocates: `WindowStream._allocate` and `PartExchange`."""
     tile, itemsize = traits.tile, ITEMSIZE[traits.problem.dtype]
     lines = 2 * traits.slots + (1 if traits.backward else 0)
-    rings = tile.num_warps * tile.num_stages * lines * traits.chunk_cols * itemsize
+    rings = tile.num_warps * tile.num_stages * lines * traits.strip_cols * itemsize
     parts = 2 * tile.num_warps * 3 * WARP * tile.cols_per_lane * 4 if tile.split_window else 0
     return rings + 4 * tile.num_stages * tile.num_warps + parts
 
@@ -127,9 +133,9 @@ def stream(monkeypatch):
     tensor = SimpleNamespace(shape=(1,), element_type=None)
     ops = SimpleNamespace(**dict.fromkeys(("mKv", "mScore", "mCuSeqlens", "mCuSeqlensComp", "mGradOut"), tensor))
 
-    def make(traits, warp=0, lane=0, cta=0, groups=1, num_rows=0, run_log2=0):
-        here.thread, here.cta, here.num_ctas = warp * WARP + lane, cta, groups * traits.num_chunks
-        return window.WindowStream(RowLane(traits, ops, num_rows, run_log2), None, ops)
+    def make(traits, warp=0, lane=0, cta=0, teams=1, num_rows=0, log_rows=0):
+        here.thread, here.cta, here.num_ctas = warp * WARP + lane, cta, teams * traits.num_strips
+        return window.WindowStream(RowWorker(traits, ops, num_rows, log_rows), None, ops)
 
     return make
 
@@ -140,38 +146,38 @@ def test_every_window_entry_belongs_to_one_slot_of_one_warp(stream):
         wanted = set(itertools.product(range(problem.coff), range(problem.ratio)))
         warps = [stream(traits, warp) for warp in range(traits.tile.num_warps if split else 1)]
         places = [warp.position(slot) for warp in warps for slot in range(traits.slots)]
-        entries = [(block, place) for block, place in places if place < problem.ratio]
+        entries = [(block, ape_row) for block, ape_row in places if ape_row < problem.ratio]
         assert len(entries) == len(wanted) and set(entries) == wanted, traits
         assert (len(places) > len(entries)) == traits.has_spare_slots, traits
 
 
 def test_every_column_belongs_to_one_lane(stream):
-    for traits in distinct("chunk_cols", "cols_per_lane", "head_dim"):
+    for traits in distinct("strip_cols", "cols_per_lane", "head_dim"):
         cols, d = traits.tile.cols_per_lane, traits.problem.head_dim
-        lanes = itertools.product(range(traits.num_chunks), range(WARP))
+        lanes = itertools.product(range(traits.num_strips), range(WARP))
         owned = [stream(traits, lane=lane, cta=chunk).col + c for chunk, lane in lanes for c in range(cols)]
         assert sorted(col for col in owned if col < d) == list(range(d)), traits
-        assert (traits.num_chunks - 1) * traits.chunk_cols < d, traits
+        assert (traits.num_strips - 1) * traits.strip_cols < d, traits
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 1000])
-@pytest.mark.parametrize("run_log2", [0, 3])
-def test_every_row_belongs_to_one_row_lane_of_each_chunk(stream, num_rows, run_log2):
-    groups = 5
-    for traits in distinct("num_chunks", "rows_per_cta", "chunk_cols"):
-        if traits.num_chunks <= 3:
+@pytest.mark.parametrize("log_rows", [0, 3])
+def test_every_row_belongs_to_one_worker_of_each_strip(stream, num_rows, log_rows):
+    teams = 5
+    for traits in distinct("num_strips", "rows_per_cta", "strip_cols"):
+        if traits.num_strips <= 3:
             taken = Counter()
-            for cta, warp in itertools.product(range(groups * traits.num_chunks), range(traits.rows_per_cta)):
-                lane = stream(traits, warp, 0, cta, groups, num_rows, run_log2)
-                taken.update((lane.chunk_col, lane.rows.row(step)) for step in range(lane.rows.count))
-            columns = range(0, traits.num_chunks * traits.chunk_cols, traits.chunk_cols)
+            for cta, warp in itertools.product(range(teams * traits.num_strips), range(traits.rows_per_cta)):
+                lane = stream(traits, warp, 0, cta, teams, num_rows, log_rows)
+                taken.update((lane.strip_col, lane.rows.row(step)) for step in range(lane.rows.count))
+            columns = range(0, traits.num_strips * traits.strip_cols, traits.strip_cols)
             assert taken == Counter(itertools.product(columns, range(num_rows))), traits
 
 
 def test_every_element_is_copied_once_to_where_it_is_read(stream):
     """In the last warp and column chunk, which may have entries and columns past the last one."""
-    for traits in distinct("tile", "slots", "vector_elems", "coff", "has_spare_slots", "num_chunks")[::7]:
-        lanes = [stream(traits, traits.tile.num_warps - 1, lane, traits.num_chunks - 1) for lane in range(WARP)]
+    for traits in distinct("tile", "slots", "vector_elems", "coff", "has_spare_slots", "num_strips")[::11]:
+        lanes = [stream(traits, traits.tile.num_warps - 1, lane, traits.num_strips - 1) for lane in range(WARP)]
         assert copies_made(traits, lanes) == copies_wanted(traits, lanes[0]), traits
 
 
@@ -188,25 +194,25 @@ def copies_made(traits, lanes):
 def copies_wanted(traits, lane):
     problem, wanted = traits.problem, Counter()
     for slot in range(traits.slots):
-        block, place = lane.position(slot)
-        if place < problem.ratio:
-            for col in range(0, min(traits.chunk_cols, problem.head_dim - lane.chunk_col), problem.vector_elems):
-                column = block * problem.head_dim + lane.chunk_col + col
-                wanted[block * problem.ratio + place, column, slot * traits.chunk_cols + col] += 1
+        block, ape_row = lane.position(slot)
+        if ape_row < problem.ratio:
+            for col in range(0, min(traits.strip_cols, problem.head_dim - lane.strip_col), problem.vector_elems):
+                column = block * problem.head_dim + lane.strip_col + col
+                wanted[block * problem.ratio + ape_row, column, slot * traits.strip_cols + col] += 1
     return wanted
 
 
 def test_copies_of_the_widest_access_never_cross_a_chunk_or_the_last_column():
     for traits in distinct("tile", "vector_elems", "head_dim", "dtype"):
         problem = traits.problem
-        assert traits.chunk_cols % problem.vector_elems == 0 and problem.head_dim % problem.vector_elems == 0, traits
+        assert traits.strip_cols % problem.vector_elems == 0 and problem.head_dim % problem.vector_elems == 0, traits
         assert problem.vector_elems * ITEMSIZE[problem.dtype] <= 16, traits
 
 
 def test_rings_hold_the_sums_that_the_warps_join():
     for traits in distinct("tile", "slots", "dtype", "backward"):
         if traits.backward and traits.rows_per_cta > 1:
-            sums = traits.rows_per_cta * traits.slots * traits.chunk_cols
+            sums = traits.rows_per_cta * traits.slots * traits.strip_cols
             assert sums * 4 <= traits.ring_elems * ITEMSIZE[traits.problem.dtype], traits
 
 
@@ -286,11 +292,11 @@ def test_only_the_backward_of_sm90_and_up_launches_its_kernels_overlapped(arch_n
 
 def test_workspace_grows_with_the_ctas_and_holds_at_least_one_group():
     for traits in distinct("tile", "window", "head_dim")[::7]:
-        group = 4 * traits.problem.window * traits.problem.head_dim
+        team = 4 * traits.problem.window * traits.problem.head_dim
         sizes = [workspace_bytes(traits, num_ctas) for num_ctas in range(0, 1000, 37)]
-        assert sizes == sorted(sizes) and sizes[0] == group, traits
-        # `row_plan` launches so many groups at most
-        assert workspace_bytes(traits, 999) == max(999 // traits.num_chunks, 1) * group, traits
+        assert sizes == sorted(sizes) and sizes[0] == team, traits
+        # `row_plan` launches so many teams at most
+        assert workspace_bytes(traits, 999) == max(999 // traits.num_strips, 1) * team, traits
 
 
 def test_workspace_stays_below_64_mib_at_the_head_dim_of_the_model():

@@ -18,9 +18,17 @@ def samples(t=T, d=D, ratio=RATIO, coff=COFF, b=B, n=N, dtype="bfloat16"):
     tokens, pooled, table = matrix(t, coff * d, dtype), matrix(n, d, dtype), TensorSpec((b + 1,), "int32")
     ape = matrix(ratio, coff * d, "float32")
     return {
-        "kv": tokens, "score": tokens, "ape": ape, "cu_seqlens": table, "cu_seqlens_comp": table, "out": pooled,
-        "grad_out": pooled, "grad_kv": tokens, "grad_score": tokens, "grad_ape": ape,
-    }  # fmt: skip
+        "kv": tokens,
+        "score": tokens,
+        "ape": ape,
+        "cu_seqlens": table,
+        "cu_seqlens_comp": table,
+        "out": pooled,
+        "grad_out": pooled,
+        "grad_kv": tokens,
+        "grad_score": tokens,
+        "grad_ape": ape,
+    }
 
 
 def forward(given, **config):

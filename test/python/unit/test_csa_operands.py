@@ -1,4 +1,5 @@
-"""The table of the compressor's operands: one row gives an operand to validation, torch ops, the compiled entries and the kernels."""
+"""The table of the compressor's operands: one row gives an operand to validation, torch ops, the compiled entries and
+the kernels."""
 
 import pytest
 
@@ -56,7 +57,8 @@ def test_the_entry_is_compiled_with_a_tensor_for_what_the_op_has_and_none_for_th
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_new_optional_operand_costs_one_row(op, made_up):
-    """It arrives in the schema of the torch op, in the wrapper's inputs, in the errors, in the entry, and in what kernels know."""
+    """It arrives in the schema of the torch op, in the wrapper's inputs, in the errors, in the entry, and in what
+    kernels know."""
     assert "Tensor? gains" in operands.schema_of(op).split(", ")
     assert "gains" in operands.inputs_of(op)
     assert operands.given_of({"kv", "gains", "workspace"}) == ("gains",)

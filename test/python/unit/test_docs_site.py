@@ -17,6 +17,7 @@ import cuteforge
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
+TUNING = DOCS / "dev" / "tuning"
 NAV = re.compile(r"^nav:\n((?: +.*\n)+)", re.MULTILINE)
 PAGE_OF_NAV = re.compile(r"^ +- [^:\n]+: (\S+\.md)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
@@ -41,11 +42,26 @@ def module_of(name: str) -> str:
     return cuteforge._MODULE_OF[name]
 
 
-def test_navigation_holds_every_page_once():
+def test_navigation_holds_every_page_once_but_the_tuning_logs():
     """A page outside of it is built but never found; one that is gone ends the build."""
     (nav,) = NAV.findall((ROOT / "mkdocs.yml").read_text())
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md")}
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md") if path.parent != TUNING}
     assert sorted(PAGE_OF_NAV.findall(nav)) == sorted(pages)
+
+
+def test_kernels_are_in_the_order_in_which_people_look_for_them():
+    (nav,) = NAV.findall((ROOT / "mkdocs.yml").read_text())
+    kernels = [f"api/{name}.md" for name in ("attention", "paged_attention", "rotary", "csa")]
+    for text in (nav, (DOCS / "index.md").read_text()):
+        places = [text.rindex(page) for page in kernels]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize("log", sorted(TUNING.glob("*.md")), ids=lambda path: path.stem)
+def test_tuning_log_begins_with_what_to_try_next(log):
+    """That is what somebody opens it for; what was tried is below."""
+    first, *_ = re.findall(r"^## (.*)$", log.read_text(), re.MULTILINE)
+    assert first == "What to try next"
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,4 +1,4 @@
-"""What the families say of a call on an architecture, without a GPU: the plan is the one that the host of a launch makes."""
+"""What the families say of a call on an architecture, without a GPU: the plan is that of a launch."""
 
 from __future__ import annotations
 

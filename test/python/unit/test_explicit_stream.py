@@ -1,4 +1,5 @@
-"""What wrappers do on a stream that they are asked for. No GPU: entries and streams are stubs, and CPU tensors pass for those of a GPU."""
+"""What wrappers do on a stream that they are asked for. No GPU: entries and streams are stubs, and CPU tensors pass for
+those of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The helper of the fuzz tests: the same examples in every normal run, new ones behind the option, and failures that can be run again."""
+"""The helper of the fuzz tests: the same examples in every normal run, new ones behind the option, and failures that
+can be run again."""
 
 import pytest
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""Nonsense for one argument of a call ends in an error that names the argument, before anything is launched. No GPU: entries are stubs."""
+"""Nonsense for one argument of a call ends in an error that names the argument, before anything is launched. No GPU:
+entries are stubs."""
 
 from __future__ import annotations
 

@@ -97,6 +97,24 @@ def test_every_drawing_is_written_in_both_formats(results, tmp_path):
     assert all(text in bars for text in ("library", "0.50", "2.00", "3x8192 d512, fwd", "NVIDIA H200", "2026-01-02"))
 
 
+def test_speeds_are_drawn_for_every_library_of_a_case(tmp_path):
+    """The picture of the README: one bar a library, plain torch included, under the measured ceiling."""
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    cases = {"peers": {"cudnn-frontend": 20.0, "torch eager": 80.0}}
+    rows = [row(f"{n}x8192 d512 r4 c2", direction, **cases) for n in (1, 16) for direction in ("fwd", "bwd")]
+    ((name, figure),) = [
+        drawn for drawn in plots.draw({"csa": {**REPORT, "rows": rows}}) if drawn[0].startswith("speed")
+    ]
+    assert name == "speed_pointwise"
+    forward, backward = figure.axes
+    assert [[label.get_text() for label in axes.get_xticklabels()] for axes in (forward, backward)] == [
+        ["1×8192", "16×8192"]
+    ] * 2
+    assert sorted(bar.get_height() for bar in forward.patches) == pytest.approx([0.4, 0.4, 1.6, 1.6, 3.2, 3.2])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["cuteforge", "cudnn-frontend", "torch eager"]
+
+
 def test_the_same_record_gives_the_same_bytes(results, tmp_path):
     """Else every rendering would change the drawings in the docs."""
     pytest.importorskip("matplotlib", reason="needs the extra bench")

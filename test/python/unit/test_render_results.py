@@ -91,6 +91,42 @@ def test_the_summary_has_the_best_the_middle_and_the_worst_case_of_each_group():
     ]
 
 
+def reports_of(**families):
+    return {family: families.get(family, []) for family in render_results.TITLES}
+
+
+def test_speeds_have_a_column_for_every_library_that_was_measured():
+    """Plain torch too, once a record holds it; a library that one case lacks leaves a dash there, not a gap in the columns."""
+    small = {**REPORT["rows"][0], "case": "1x8192 d512 r4 c2", "peers_us": {"cudnn-frontend": 60.0}}
+    large = {**small, "case": "16x8192 d512 r4 c2", "ours_us": 24.0, "peers_us": {"torch eager": 96.0}}
+    other = {**small, "case": "1x8192 d128 r4 c2"}
+    lines = render_results.render_speeds(reports_of(csa=[{**REPORT, "rows": [large, other, small]}])).splitlines()
+    assert lines[0] == "### CSA compressor, forward, d 512"
+    assert lines[2] == "TB/s on one NVIDIA H200, whose measured ceiling is 4.00. Run of 2026-01-01."
+    assert lines[4:] == [
+        "| segments × tokens | cuteforge | cudnn-frontend | torch eager |",
+        "| --- | ---: | ---: | ---: |",
+        "| 1×8192 | 3.20 | 1.60 | – |",
+        "| 16×8192 | 4.00 | – | 1.00 |",
+    ]
+
+
+def test_host_time_and_start_up_have_tables_of_their_own():
+    host = {**REPORT["rows"][1], "metric": "host", "peers_us": {"raw launch": 4.0, "peer": 9.0}}
+    rows = [{**host, "case": "bound fwd", "ours_us": 5.0}, {**host, "case": "wrapper fwd", "ours_us": 11.0}]
+    start = {**REPORT["rows"][1], "case": "first use, cold", "ours_us": 3.77e6}
+    page = render_results.render_speeds(reports_of(csa=[{**REPORT, "rows": [*rows, start]}]))
+    assert "| CSA / HCA compressor, fwd | 5.0 | – | 11.0 | – | peer 9.0 |" in page
+    assert "| CSA / HCA compressor | first use, cold | 3.8 |  |" in page
+
+
+def test_every_panel_finds_its_cases_in_the_committed_records():
+    """A case that was renamed in a benchmark would silently leave the page and the picture of the README."""
+    for panel in render_results.speeds.TABLES:
+        records = sorted(BENCHMARKS.glob(f"results/*/{panel.family}.json"))
+        assert all(len(panel.cases(json.loads(record.read_text()))) >= 3 for record in records)
+
+
 def test_a_target_is_shown_met_missed_or_not_measured():
     """A miss stands out; a peer that was not there is not taken for one that was beaten."""
     rows = [

@@ -1,4 +1,5 @@
-"""The table of rotary's operands: one row gives an operand to validation, torch ops, the compiled entry and the kernel."""
+"""The table of rotary's operands: one row gives an operand to validation, torch ops, the compiled entry and the
+kernel."""
 
 import pytest
 

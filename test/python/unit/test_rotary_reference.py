@@ -14,7 +14,8 @@ FP64 = torch.float64
 
 
 def naive(x, cos, sin, positions, interleaved, inverse):
-    """The contract, one pair at a time in Python floats, for x (T, H, D) and one row of cos and sin for each position."""
+    """The contract, one pair at a time in Python floats, for x (T, H, D) and one row of cos and sin for each
+    position."""
     out = x.double().clone()
     half = cos.shape[1]
     for t, position in enumerate(positions.tolist()):

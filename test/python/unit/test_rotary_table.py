@@ -8,42 +8,48 @@ import torch
 
 from cuteforge import ContractError, UnsupportedError
 from cuteforge.families.rotary import table
-from cuteforge.families.rotary.table import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    YarnScaling,
-    rotary_frequencies,
-    rotary_table,
-)
+from cuteforge.families.rotary.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cuteforge.families.rotary.table import rotary_frequencies, rotary_table
 
 # As published with the models; `rope_theta` and the rotated width beside it.
 LLAMA_3_1 = (
     128,
     500000.0,
     {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-)  # fmt: skip
+)
 LLAMA_3_2_1B = (64, 500000.0, {**LLAMA_3_1[2], "factor": 32.0})
 QWEN_2_5 = (128, 1000000.0, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})
 DEEPSEEK_V3 = (
     64,
     10000.0,
     {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
     },
-)  # fmt: skip
+)
 GPT_OSS = (
     64,
     150000.0,
     {
-        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False,
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
     },
-)  # fmt: skip
+)
 # Positions beyond what bf16 (256), fp16 (2048) and their neighbours can tell apart.
 RO_3_POSITIONS = (257, 1857, 4095, 15962, 65537, 1000003)
 
@@ -343,6 +349,7 @@ def configs_of_transformers():
     pytest.importorskip("transformers")
     from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
+    linear = {"type": "linear", "factor": 2.5}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     deepseek = {
         **yarn,
@@ -357,8 +364,8 @@ def configs_of_transformers():
     return {
         "Llama 3.1": LlamaConfig(**llama, rope_theta=5e5, rope_scaling=LLAMA_3_1[2]),
         "Llama 3.2": LlamaConfig(head_dim=64, rope_theta=5e5, rope_scaling=LLAMA_3_2_1B[2]),
-        "Llama, linear": LlamaConfig(**llama, rope_scaling={"type": "linear", "factor": 2.5}),
-        "Llama, partial": LlamaConfig(**llama, partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.5}),
+        "Llama, linear": LlamaConfig(**llama, rope_scaling=linear),
+        "Llama, partial": LlamaConfig(**llama, partial_rotary_factor=0.5, rope_scaling=linear),
         "Qwen3": Qwen3Config(**qwen),
         "Qwen3, yarn": Qwen3Config(**qwen, rope_scaling=dict(yarn)),
         "Qwen3, yarn of DeepSeek": Qwen3Config(**qwen, rope_scaling=deepseek),
@@ -370,10 +377,17 @@ def configs_of_transformers():
 @pytest.mark.parametrize(
     "name",
     [
-        "Llama 3.1", "Llama 3.2", "Llama, linear", "Llama, partial", "Qwen3", "Qwen3, yarn", "Qwen3, yarn of DeepSeek",
-        "Qwen3, yarn with its factor", "gpt-oss",
+        "Llama 3.1",
+        "Llama 3.2",
+        "Llama, linear",
+        "Llama, partial",
+        "Qwen3",
+        "Qwen3, yarn",
+        "Qwen3, yarn of DeepSeek",
+        "Qwen3, yarn with its factor",
+        "gpt-oss",
     ],
-)  # fmt: skip
+)
 def test_tables_equal_those_of_transformers(name):
     """The dictionary of a config, unchanged; frequencies are fp32 there."""
     config = configs_of_transformers()[name]

@@ -1,5 +1,5 @@
-"""What a wrapper hands to the compiled entry when it serves a call from memory: what it hands over when it does all its work. No GPU: the entry is
-a stub, and CPU tensors pass for those of a GPU."""
+"""What a wrapper hands to the compiled entry when it serves a call from memory: what it hands over when it does all its
+work. No GPU: the entry is a stub, and CPU tensors pass for those of a GPU."""
 
 from __future__ import annotations
 
@@ -54,8 +54,13 @@ def rotary(table, where):
 
 def compressor(n, **more):
     return {
-        "kv": floats(n, 2 * D), "score": floats(n, 2 * D), "ape": torch.zeros(4, 2 * D), "cu_seqlens": ints(3), "cu_seqlens_comp": ints(3), **more,
-    }  # fmt: skip
+        "kv": floats(n, 2 * D),
+        "score": floats(n, 2 * D),
+        "ape": torch.zeros(4, 2 * D),
+        "cu_seqlens": ints(3),
+        "cu_seqlens_comp": ints(3),
+        **more,
+    }
 
 
 def forward(**tensors):
@@ -80,9 +85,15 @@ def packed_prefill(**tensors):
 
 def pages(n):
     return {
-        "q": floats(2, 8, D), "k_cache": floats(9, 16, 2, D), "v_cache": floats(9, 16, 2, D), "page_table": ints(2, 4), "seqlens_k": ints(2),
-        "new_k": floats(2, 2, D), "new_v": floats(2, 2, D), "sinks": torch.zeros(8),
-    }  # fmt: skip
+        "q": floats(2, 8, D),
+        "k_cache": floats(9, 16, 2, D),
+        "v_cache": floats(9, 16, 2, D),
+        "page_table": ints(2, 4),
+        "seqlens_k": ints(2),
+        "new_k": floats(2, 2, D),
+        "new_v": floats(2, 2, D),
+        "sinks": torch.zeros(8),
+    }
 
 
 CASES = {
@@ -102,12 +113,16 @@ CASES = {
     "prefill, packed, options": (
         packed_prefill,
         lambda n: {
-            "q": floats(n, 8, D), "k": floats(n, 2, D), "v": floats(n, 2, D), "cu_seqlens_q": ints(4), "cu_seqlens_k": ints(4),
+            "q": floats(n, 8, D),
+            "k": floats(n, 2, D),
+            "v": floats(n, 2, D),
+            "cu_seqlens_q": ints(4),
+            "cu_seqlens_k": ints(4),
             "sinks": torch.zeros(8),
         },
     ),
     "decode of pages, appending": (cf.paged_gqa_decode_wrapper, pages),
-}  # fmt: skip
+}
 
 
 def described(args, tensors):

@@ -1,4 +1,5 @@
-"""The layout of keys, values and queries in shared memory: each chunk has one place, and matrices of eight rows meet no bank twice."""
+"""The layout of keys, values and queries in shared memory: each chunk has one place, and matrices of eight rows meet no
+bank twice."""
 
 import pytest
 

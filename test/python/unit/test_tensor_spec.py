@@ -242,9 +242,13 @@ def test_extents_are_solved_back_whatever_they_are(tokens, d, segments, coff):
     index = TensorSpec((segments + 1,), "int32")
     row = TensorSpec((tokens, coff * d), "float32")
     specs = pool_specs(
-        kv=row, score=row, ape=TensorSpec((4, coff * d), "float32"), out=TensorSpec((7, d), "float32"),
-        cu_seqlens=index, cu_seqlens_comp=index,
-    )  # fmt: skip
+        kv=row,
+        score=row,
+        ape=TensorSpec((4, coff * d), "float32"),
+        out=TensorSpec((7, d), "float32"),
+        cu_seqlens=index,
+        cu_seqlens_comp=index,
+    )
     signature = Signature(*(Operand(o.name, o.dims, o.dtypes, role=o.role) for o in POOL.operands))
     dims = signature.bind(specs, {"ratio": 4, "coff": coff})
     assert dims == {"T": tokens, "d": d, "B": segments, "N": 7, "ratio": 4, "coff": coff}

@@ -1,4 +1,5 @@
-"""Every op of torch that the library registers, on a CPU under autocast: the results and gradients of the call without."""
+"""Every op of torch that the library registers, on a CPU under autocast: the results and gradients of the call
+without."""
 
 from __future__ import annotations
 
@@ -77,16 +78,14 @@ ARGUMENTS = {
     "gqa_prefill": lambda dtype: dense(dtype, None, None),
     "paged_gqa_decode": lambda dtype: (*paged(dtype, randn(2, 4, 16, dtype=dtype), ints(5, 8), None, None), None),
     "paged_gqa_decode_append": lambda dtype: (
-        *paged(
-            dtype, randn(2, 4, 16, dtype=dtype), ints(5, 8), None, None, *[randn(2, 2, 16, dtype=dtype)] * 2
-        ),
+        *paged(dtype, randn(2, 4, 16, dtype=dtype), ints(5, 8), None, None, *[randn(2, 2, 16, dtype=dtype)] * 2),
         None,
     ),
     "paged_gqa_prefill": lambda dtype: paged(
         dtype, randn(5, 4, 16, dtype=dtype), ints(0, 2, 5), ints(5, 8), None, None
     ),
     "merge_state": merge,
-}  # fmt: skip
+}
 DIFFERENTIABLE = ("rotary", "rotary_qk", "csa_compressor_forward", "csa_compressor_eager")
 each_pair = pytest.mark.parametrize(("dtype", "other"), [(BF16, FP16), (FP16, BF16), (torch.float32, BF16)])
 

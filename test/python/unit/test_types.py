@@ -1,4 +1,5 @@
-"""Type checkers see the public names as they are: correct uses pass, mistakes are reported, and no part of a signature is unknown."""
+"""Type checkers see the public names as they are: correct uses pass, mistakes are reported, and no part of a signature
+is unknown."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_correct_uses_are_of_every_public_name():
 
 
 def imports_for_type_checkers() -> dict[str, str]:
-    """Name -> module, of what `__init__.py` imports under TYPE_CHECKING as itself, which makes it public to type checkers."""
+    """Name -> module, of what `__init__.py` imports under TYPE_CHECKING as itself, which makes it public to type
+    checkers."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

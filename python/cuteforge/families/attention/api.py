@@ -42,32 +42,59 @@ class _Decode(AttentionOp):
 
 
 class GQADecode(_Decode):
-    """Attention of a few query tokens over dense keys and values.
+    """Attention of a few query tokens over dense keys and values: ``softmax(scale * q k^T) v`` for every query head.
 
-    Dims: B requests, L query tokens (1 to 16), S keys, Hq = G * Hkv heads, D = 8, 16, ... 256; Dv = D, or (D, Dv) = (192, 128).
+    Several CTAs may share the keys of a request; their parts are then combined.
+
+    Dims: B requests, L query tokens (1 to 16), S keys, Hq query heads and Hkv KV heads with Hq = G * Hkv, where query
+    head h reads KV head ``h // G``. D is 8, 16, ... 256 and Dv = D; (D, Dv) = (192, 128) is served too.
 
     Args:
-        q, out: ``(B, L, Hq, D)`` and ``(B, L, Hq, Dv)``, bf16 or fp16.
-        k, v: ``(B, S, Hkv, D)`` and ``(B, S, Hkv, Dv)``, dtype of q. Any strides, 0 too; last dim contiguous, rows 16-byte aligned.
-        seqlens_k: ``(B,)`` int32, keys of each request, at most S; those past it may hold anything. 0 or less: none.
-        mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 are broadcast.
-        lse: ``(B, Hq, L)`` fp32, the natural logarithm of each row's sum of exponentials.
-        sinks: ``(Hq,)`` fp32, one more logit of each query head, natural log, not scaled: it joins the sums of exponentials, lse included, and
-            has no value. None or -inf: none.
-        causal: query i of L sees key j iff ``j <= i + (S - L)``, S being the request's number of keys.
-        softmax_scale: D**-0.5 when None; any finite number.
-        window: (left, right): query i at position ``p = i + (S - L)`` sees key j iff ``p - left <= j <= p + right``; None on a side is no limit, with
-            causal right is 0. Keys that no query of a tile sees are not read.
-        softcap: from 1e-6 to 1e4: scores ``s`` become ``softcap * tanh(s / softcap)``; None or 0: they do not.
-        num_splits: the most CTAs that share a request's keys; None lets sizes and GPU decide. 1 gives the same bits whatever else is in
-            the batch, and needs no workspace.
+        q, out: ``(B, L, Hq, D)`` and ``(B, L, Hq, Dv)``, bf16 or fp16. `out` is written and overlaps no other operand.
+        k, v: ``(B, S, Hkv, D)`` and ``(B, S, Hkv, Dv)``, dtype of q. Any strides, 0 included, if the last dim is
+            contiguous and every row starts at a multiple of 16 bytes. The same holds for q and out, but out must not
+            overlap itself.
+        seqlens_k: ``(B,)`` int32, the number of keys of each request, at most S. What k and v hold past it does not
+            matter, NaN included. 0 or less means no keys.
+        mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``. B and L of 1 are broadcast.
+        lse: ``(B, Hq, L)`` fp32, written: the natural logarithm of each row's sum of exponentials, scale included.
+        sinks: ``(Hq,)`` fp32, one more logit for each query head (as in gpt-oss). It is not scaled, counts in the sum
+            of exponentials and so in lse, and has no value. -inf, or None for all heads, means no sink.
+        causal: query i of L sees key j only if ``j <= i + (S - L)``, where S is the request's number of keys.
+        softmax_scale: any finite number; None is ``D**-0.5``.
+        window: ``(left, right)``: query i stands at position ``p = i + (S - L)`` and sees key j only if
+            ``p - left <= j <= p + right``. None on a side is no limit; `causal` makes right 0. Keys that no query of a
+            tile sees are not read.
+        softcap: a number from 1e-6 to 1e4 turns each score s into ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv
+            2408.00118). None or 0 leaves scores as they are.
+        num_splits: the most CTAs that share a request's keys; None lets sizes and GPU decide. With 1 a request gives
+            the same bits whatever else is in the batch, and no workspace is needed.
 
-    A row that sees no key gives 0, and an lse of -inf, or of its sink. B, L, S and the head counts may differ from call to call without compiling
-    again; ops that differ in the numbers of a window or a softcap share a binary.
+    A row that sees no key gives 0, and an lse of -inf, or of its sink. B, L, S and the head counts may differ from call
+    to call without compiling again, and ops that differ only in the numbers of a window or a softcap share a binary.
 
-    Numerics: products of 16-bit operands summed in fp32; maxima, exponentials and sums fp32; the weights are rounded to the dtype of v where they
-    meet it, and divided by the sum of the rounded ones (prefill on sm_90a: of the weights before); one rounding of the result. The same bits at every
-    run.
+    Numerics: products of 16-bit operands are summed in fp32; maxima, exponentials and sums are fp32. The weights are
+    rounded to the dtype of v before they multiply it, and the result is divided by the sum of the rounded weights
+    (prefill on sm_90a: by the sum of the weights before rounding). The result is rounded once. Every run gives the same
+    bits.
+
+    Raises:
+        ContractError: the samples or options contradict each other; names the argument.
+        UnsupportedError: by `check_support`, a head dim, a number of tokens or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from cuteforge import GQADecode
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 256, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> out = torch.empty_like(q)
+        >>> op = GQADecode(q, k, v, out).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(q, k, v, out, workspace=workspace)
+        >>> expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+        >>> bool((out - expected.transpose(1, 2)).abs().max() < 0.02)
+        True
     """
 
     _REQUIRED = ("q", "k", "v", "out")
@@ -86,15 +113,30 @@ class GQADecode(_Decode):
 
 
 class GQAPrefill(AttentionOp):
-    """Attention of many query tokens over dense or packed keys and values; dims, numerics and what is not said here as `GQADecode`.
+    """Attention of many query tokens over dense or packed keys and values.
+
+    For dims, numerics, errors and arguments that are not listed here see `GQADecode`. L is any number.
 
     Args:
-        q, k, v, out: ``(B, L, Hq, D)`` and so on; or packed, ``(T, Hq, D)`` and ``(Tk, Hkv, D)``, with the offsets
-        cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32 of the requests' tokens and keys, from 0. Both or neither. Tokens past the last
-            request see nothing.
-        seqlens_k: ``(B,)`` int32, only with dense keys.
-        mask: as in decode; of packed requests it has a row for each of the request's tokens, and what it lacks counts as masked.
-        lse: ``(B, Hq, L)``, or packed ``(Hq, T)``.
+        q, k, v, out: dense, ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``, ``(B, L, Hq, Dv)``; or packed,
+            ``(T, Hq, D)``, ``(Tk, Hkv, D)``, ``(Tk, Hkv, Dv)``, ``(T, Hq, Dv)``, with the requests one after another.
+        cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32, where each request's tokens and keys start, from 0 to the end of
+            the last one. Both or neither. Tokens past the last request see nothing.
+        seqlens_k: ``(B,)`` int32, with dense keys only.
+        mask: as in `GQADecode`. For packed requests its rows are the tokens of a request, counted from its first; rows
+            and columns that the mask lacks count as masked.
+        lse: ``(B, Hq, L)``, or ``(Hq, T)`` if packed.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import GQAPrefill
+        >>> q = torch.randn(1, 256, 16, 128, device="cuda", dtype=torch.float16)
+        >>> k, v = torch.randn(2, 1, 256, 2, 128, device="cuda", dtype=torch.float16)
+        >>> out, lse = torch.empty_like(q), torch.empty(1, 16, 256, device="cuda")
+        >>> op = GQAPrefill(q, k, v, out, lse=lse, causal=True).compile()
+        >>> op.execute(q, k, v, out, lse=lse)
+        >>> torch.equal(out[:, 0], v[:, 0].repeat_interleave(8, dim=1))  # the first query sees one key
+        True
     """
 
     _REQUIRED = ("q", "k", "v", "out")
@@ -144,19 +186,39 @@ def _pool_layout(ranks: Mapping[str, int]) -> str:
 
 
 class PagedGQADecode(_Paged, _Decode):
-    """Attention of a few query tokens over keys and values in pages; dims, numerics and what is not said here as `GQADecode`.
+    """Attention of a few query tokens over keys and values in pages.
+
+    For dims, numerics, errors and arguments that are not listed here see `GQADecode`.
 
     Args:
-        q, out: ``(B, Hq, D)`` and ``(B, Hq, Dv)`` for one token, or ``(B, L, Hq, D)`` and so on.
-        k_cache, v_cache: ``(P, ps, Hkv, D)`` and ``(P, ps, Hkv, Dv)``, P pages of ps >= 1 tokens; or ``(P, Hkv, D)``, pages of one. They may be
-            views of one pool and have different strides.
-        page_table: ``(R, C)`` int32 page numbers. Those past a request's length are never read.
-        seqlens_k: ``(B,)`` int32, or else
-        kv_indptr: ``(B+1,)`` int32, whose differences are the lengths.
-        page_table_rows: ``(B,)`` int32, each request's row of the table; None: request b has row b, and R == B.
-        new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``: the last key and value of each request. They are used instead of what the pool holds, and
-            stored there; a negative page number stores nothing. Both or neither. Requests must not share the page of their last token.
-        mask: as in decode, its columns absolute positions; what it lacks counts as masked.
+        q, out: ``(B, Hq, D)`` and ``(B, Hq, Dv)`` for one token a request, or ``(B, L, Hq, D)`` and ``(B, L, Hq, Dv)``.
+        k_cache, v_cache: ``(P, ps, Hkv, D)`` and ``(P, ps, Hkv, Dv)``: P pages of ps tokens, ps >= 1; or
+            ``(P, Hkv, D)`` and ``(P, Hkv, Dv)``, pages of one token. They may be views of one pool and have different
+            strides.
+        page_table: ``(R, C)`` int32, page numbers. Those past a request's length are never read and may be anything.
+        seqlens_k: ``(B,)`` int32, the number of tokens of each request, new ones included. Either this or kv_indptr,
+            not both.
+        kv_indptr: ``(B+1,)`` int32, whose differences are those numbers.
+        page_table_rows: ``(B,)`` int32, each request's row of the table. None: request b has row b, and R == B.
+        new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``, the last key and value of each request. They are used in
+            place of what the pool holds there, and the call stores them in the pool. A negative page number stores
+            nothing. Both or neither. Requests must not share the page of their last token.
+        mask: as in `GQADecode`; its columns are positions in the request, and columns that it lacks count as masked.
+        lse: ``(B, Hq, L)``, with L = 1 for q of three dims.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import PagedGQADecode
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> seqlens_k = torch.tensor([20, 1], device="cuda", dtype=torch.int32)
+        >>> q = torch.randn(2, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> out = torch.empty_like(q)
+        >>> op = PagedGQADecode(q, k_cache, v_cache, page_table, out, seqlens_k=seqlens_k).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(q, k_cache, v_cache, page_table, out, seqlens_k=seqlens_k, workspace=workspace)
+        >>> torch.equal(out[1], v_cache[1, 0].repeat_interleave(4, dim=0))  # request 1 has one key
+        True
     """
 
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "out")
@@ -178,13 +240,30 @@ class PagedGQADecode(_Paged, _Decode):
 
 
 class PagedGQAPrefill(_Paged, AttentionOp):
-    """Attention of packed query tokens over keys and values in pages; dims, numerics and what is not said here as `PagedGQADecode`.
+    """Attention of packed query tokens over keys and values in pages.
+
+    For dims, numerics, errors and arguments that are not listed here see `PagedGQADecode`. It appends nothing: store
+    the new tokens' keys and values in the pool first.
 
     Args:
-        q, out: ``(T, Hq, D)`` and ``(T, Hq, Dv)``.
-        cu_seqlens_q: ``(B+1,)`` int32 offsets of the requests' tokens, from 0. Which tile is whose is found on the device. Tokens past the last
-            request see nothing.
+        q, out: ``(T, Hq, D)`` and ``(T, Hq, Dv)``, the tokens of all requests one after another.
+        cu_seqlens_q: ``(B+1,)`` int32, where each request's tokens start, from 0. The kernel finds on the device which
+            tokens belong to whom: nothing is planned or read on the host. Tokens past the last request see nothing.
         lse: ``(Hq, T)``.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import PagedGQAPrefill
+        >>> k_cache, v_cache = torch.randn(2, 10, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 10 pages of 16
+        >>> page_table = torch.tensor([[3, 7], [1, -1]], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)  # prompts of 20 and 5 tokens
+        >>> q, seqlens_k = torch.randn(25, 32, 128, device="cuda", dtype=torch.bfloat16), cu_seqlens.diff()
+        >>> out = torch.empty_like(q)
+        >>> tensors = (q, k_cache, v_cache, page_table, cu_seqlens, out)
+        >>> op = PagedGQAPrefill(*tensors, seqlens_k=seqlens_k, causal=True).compile()
+        >>> op.execute(*tensors, seqlens_k=seqlens_k)
+        >>> torch.equal(out[20], v_cache[1, 0].repeat_interleave(4, dim=0))  # the first query of request 1 sees one key
+        True
     """
 
     _REQUIRED = ("q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "out")

@@ -137,17 +137,29 @@ class AttentionOp(APIBase):
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Write all of `out`, and of `lse`. No allocation, copy, device read or synchronization.
+        """Write all of `out`, and of `lse` where there is one. No allocation, copy, device read or synchronization.
 
         Args:
-            operands, named: as the samples, in their order and by their names.
+            operands, named: tensors like the samples, in their order or by their names. Pass exactly the optional ones
+                that the op was made with.
             softmax_scale: None for that of the op.
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may
-                run at the same time need two.
+            workspace: uint8 of at least `workspace_bytes()` bytes, 16-byte aligned, where that is not 0. Its contents
+                do not matter before or after. Two calls that may run at the same time need two.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import GQAPrefill
+            >>> q, k, v = torch.randn(3, 1, 64, 8, 128, device="cuda", dtype=torch.bfloat16)
+            >>> out = torch.empty_like(q)
+            >>> op = GQAPrefill(q, k, v, out).compile()
+            >>> op.execute(q, k, v, out, softmax_scale=0.0)  # all keys weigh the same
+            >>> bool((out - v.float().mean(1, keepdim=True)).abs().max() < 0.02)
+            True
         """
         self._launch(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
@@ -155,7 +167,24 @@ class AttentionOp(APIBase):
         self, *operands: torch.Tensor, softmax_scale: float | None = None, workspace: torch.Tensor | None = None,
         stream: Stream | None = None, **named: torch.Tensor | None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`. The workspace is the launch's own."""
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
+
+        The workspace must serve no other launch that may run at the same time.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import GQADecode
+            >>> q = torch.randn(4, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+            >>> k, v = torch.randn(2, 4, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+            >>> out, seqlens_k = torch.empty_like(q), torch.full((4,), 100, device="cuda", dtype=torch.int32)
+            >>> op = GQADecode(q, k, v, out, seqlens_k=seqlens_k).compile()
+            >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+            >>> launch = op.bind(q, k, v, out, seqlens_k=seqlens_k, workspace=workspace)
+            >>> for _ in range(3):
+            ...     launch()
+            ...     _ = seqlens_k.add_(1)
+        """
         return self._bind(self._gather(operands, named, workspace), stream, (self._scale_of(softmax_scale),))
 
     def _scale_of(self, softmax_scale: float | None) -> float:
@@ -202,11 +231,32 @@ class AttentionOp(APIBase):
         return given
 
     def workspace_bytes(self) -> int:
-        """Bytes of the uint8 workspace that `execute` takes, the same for all sizes; 0 where none is needed."""
+        """Bytes of the uint8 workspace that `execute` takes: the same for all sizes, 0 where none is needed.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import GQADecode
+            >>> q = torch.empty(4, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+            >>> k = torch.empty(4, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+            >>> GQADecode(q, k, k, q).workspace_bytes() > 0
+            True
+            >>> GQADecode(q, k, k, q, num_splits=1).workspace_bytes()
+            0
+        """
         return self.workspace_bytes_on(self._sample_device())
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
-        """`workspace_bytes` for operands of another GPU than the samples'."""
+        """`workspace_bytes` for operands on another GPU than that of the samples.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import GQADecode
+            >>> q = torch.empty(4, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+            >>> k = torch.empty(4, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
+            >>> op = GQADecode(q, k, k, q)
+            >>> op.workspace_bytes_on(torch.cuda.current_device()) == op.workspace_bytes()
+            True
+        """
         if not self._splits:
             return 0
         arch = resolve_arch(self._compiled.arch.name if self._compiled else None, device_index)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cuteforge.families.attention.base import AttentionOp
 from cuteforge.families.attention.forward.config import Traits, workspace_bytes
-from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, WarpgroupTraits, few_rows
+from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, WarpgroupTraits, few_rows
 from cuteforge.families.attention.work.host_call import EXTENTS, HostPlan
 from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, max_ctas
 from cuteforge.runtime.arch import WARP, Arch
@@ -57,7 +57,7 @@ def _host_plan(traits: WorkTraits, shapes: Mapping[str, tuple], op: AttentionOp,
 
 def _plan(traits: WorkTraits, host: HostPlan, shapes: Mapping[str, tuple], arch: Arch) -> LaunchPlan:
     if isinstance(traits, WarpgroupTraits):
-        threads = WARP * (COPY_WARPS + traits.tile.multiplying_warps)
+        threads = WARP * (PRODUCER_WARPS + traits.tile.consumer_warps)
         return LaunchPlan(min(host.work_tiles, max_ctas(traits, arch)), threads)
     threads = WARP * traits.tile.num_warps
     if not traits.splits:
@@ -68,7 +68,7 @@ def _plan(traits: WorkTraits, host: HostPlan, shapes: Mapping[str, tuple], arch:
 
 def _why_kernel(traits: WorkTraits, arch: Arch) -> str:
     if isinstance(traits, WarpgroupTraits):
-        return "prefill on sm_90a: warpgroups multiply, other warps copy"
+        return "prefill on sm_90a: consumer warpgroups multiply, producer warps copy"
     if traits.reads_keys_once:
         return "decode: few query rows, so the warps of a CTA share out the keys"
     if traits.problem.mask_rank and arch.name == "sm_90a":
@@ -109,7 +109,8 @@ def _why_plan(traits: WorkTraits, host: HostPlan, plan: LaunchPlan, arch: Arch, 
     if num_splits is not None:
         return f"{tiles}, each cut into {counted(host.pieces, 'piece')}: num_splits is {num_splits}"
     if plan.cluster > 1:
-        return f"{tiles} would leave SMs idle, of which there are {arch.num_sms}: a cluster for each joins its parts through shared memory"
+        few = f"{tiles} would leave SMs idle, of which there are {arch.num_sms}"
+        return f"{few}: a cluster for each joins its parts through shared memory"
     if host.pieces == 1:
         return f"{tiles}, a CTA for each: nothing to join costs less than equal shares"
     return f"{tiles} would not fill {arch.num_sms} SMs evenly: all keys are cut into equal shares"

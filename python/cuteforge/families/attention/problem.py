@@ -14,12 +14,12 @@ class Problem:
 
     Attributes:
         queries: ``"batch"`` (B, L, Hq, D), ``"single"`` (B, Hq, D), ``"packed"`` (T, Hq, D) with offsets.
-        keys: ``"batch"`` (B, S, Hkv, D), ``"packed"`` (T, Hkv, D) with offsets, ``"pages"`` (P, ps, Hkv, D), ``"tokens"``
-            (P, Hkv, D), pages of one token.
+        keys: ``"batch"`` (B, S, Hkv, D), ``"packed"`` (T, Hkv, D) with offsets, ``"pages"`` (P, ps, Hkv, D),
+            ``"tokens"`` (P, Hkv, D), pages of one token.
         given: the operands of `operands.ROWS` that the op has though it could do without, in the order of the rows.
         mask_rank: dims of the mask, 0 without one.
-        has_left, has_right: a query sees no more than so many keys before, and after, its own position; how many the launch says. No key after
-            it is `causal`.
+        has_left, has_right: a query sees no more than so many keys before, and after, its own position; how many the
+            launch says. No key after it is `causal`.
         has_softcap: scores are capped.
     """
 

@@ -26,33 +26,62 @@ Pair = tuple[_T, _T] | list[_T]
 
 
 class RotaryEmbedding(APIBase):
-    """Turns pairs of columns of every head by the angle of their token; of one tensor, or of q and k in one launch.
+    """Turns pairs of columns of every head by the angle of their token; for one tensor, or for q and k in one launch.
 
-    ``(a, b) -> (a cos - b sin, a sin + b cos)``; pair i is the columns ``(2i, 2i+1)`` if `interleaved`, else ``(i, i + rotary_dim/2)``.
+    ``(a, b) -> (a cos - b sin, a sin + b cos)`` (RoFormer, arXiv 2104.09864). Pair i is the columns ``(2i, 2i+1)`` if
+    `interleaved`, else ``(i, i + rotary_dim/2)``.
 
-    Dims: T packed tokens, or B batches of L; H heads, Hk heads of k; D head dim.
+    Dims: T packed tokens, or B requests of L tokens; H heads, Hk heads of k; D head dim, up to 1024.
 
     Args:
-        x, out: ``(T, H, D)`` or ``(B, L, H, D)`` bf16, fp16 or fp32, one dtype. Any strides, last dim contiguous; base, tokens and heads aligned
-            to the widest access, at most 16 bytes, that divides a head and its rotated columns. `out` may be `x`, but not overlap it otherwise.
-        table: ``freqs_cis`` fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, cos and sin of each token; or ``(cos, sin)``, fp32
-            ``(max_pos, rotary_dim/2)`` each, with `positions`.
-        positions: ``(T,)`` or ``(B, L)`` int32 or int64; only with ``(cos, sin)``. A token whose position is not in the table becomes NaN.
-        k, k_out: as `x` and `out` with Hk heads; both or neither.
+        x, out: ``(T, H, D)`` or ``(B, L, H, D)``; bf16, fp16 or fp32, both of one dtype. Any strides, if the last dim
+            is contiguous. Base, tokens and heads are aligned to the widest access, at most 16 bytes, that divides a
+            head and its rotated columns. `out` may be `x`; apart from that it overlaps no operand.
+        table: ``freqs_cis``, fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``, the cosines and sines of
+            each token; or ``(cos, sin)``, fp32 ``(max_pos, rotary_dim/2)`` each, as `rotary_table` makes them, with
+            `positions`.
+        positions: ``(T,)`` or ``(B, L)`` int32 or int64, rows of the table; only with ``(cos, sin)``. A token whose
+            position is not in the table becomes NaN.
+        k, k_out: as `x` and `out`, with Hk heads. Both or neither.
         interleaved: which columns form a pair.
 
-    ``rotary_dim <= D`` is the width of the table; columns past it are copied. T, B, L, H and the length of the table may differ from call
-    to call without compiling again.
+    ``rotary_dim``, twice the width of the table, is at most D; the columns past it are copied. T, B, L, H and the
+    length of the table may differ from call to call without compiling again.
 
-    Numerics: fp32, one product and the sum unrounded (fma), one rounding at the store.
+    Numerics: fp32. One of the two products is rounded, the other is fused with the sum (fma), and the result is rounded
+    once when it is stored.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a head dim or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import RotaryEmbedding, rotary_table
+        >>> x = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> table, positions = rotary_table(4096, 128, device="cuda"), torch.arange(8, device="cuda")
+        >>> out = torch.empty_like(x)
+        >>> op = RotaryEmbedding(x, table, out, positions, interleaved=False).compile()
+        >>> op.signature.names
+        ('x', 'out', 'cos', 'sin', 'positions')
+        >>> op.execute(x, table, out, positions)
+        >>> torch.equal(out[0], x[0])  # position 0 is not turned
+        True
     """
 
     _varying = {row.name: 0 if row.is_output else ANY_SHAPE for row in ROWS}
 
     def __init__(
-        self, x: Sample, table: Sample | Pair[Sample], out: Sample, positions: Sample | None = None, *,
-        k: Sample | None = None, k_out: Sample | None = None, interleaved: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        x: Sample,
+        table: Sample | Pair[Sample],
+        out: Sample,
+        positions: Sample | None = None,
+        *,
+        k: Sample | None = None,
+        k_out: Sample | None = None,
+        interleaved: bool = True,
+    ) -> None:
         operands = named_operands(x, table, out, positions, k, k_out)
         spec = TensorSpec.of(x, "x")
         if len(spec.shape) not in TOKENS:
@@ -85,19 +114,37 @@ class RotaryEmbedding(APIBase):
             check_positions(tensors["positions"], tensors["cos"].shape[0])
 
     def execute(
-        self, x: torch.Tensor, table: torch.Tensor | Pair[torch.Tensor], out: torch.Tensor,
-        positions: torch.Tensor | None = None, *,
-        k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
-        inverse: bool = False, stream: Stream | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        table: torch.Tensor | Pair[torch.Tensor],
+        out: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        *,
+        k: torch.Tensor | None = None,
+        k_out: torch.Tensor | None = None,
+        inverse: bool = False,
+        stream: Stream | None = None,
+    ) -> None:
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
-            inverse: turn back, by the negative angles: also the backward of the rotation.
+            inverse: turn back, by the negative angles. This is also the backward of the rotation.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(8, 32, 128, device="cuda")
+            >>> table, positions = rotary_table(4096, 128, device="cuda"), torch.arange(8, device="cuda")
+            >>> turned = x.clone()
+            >>> op = RotaryEmbedding(turned, table, turned, positions).compile()
+            >>> op.execute(turned, table, turned, positions)  # in place
+            >>> op.execute(turned, table, turned, positions, inverse=True)
+            >>> torch.testing.assert_close(turned, x, atol=1e-4, rtol=1e-4)
         """
         self._launch(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
@@ -107,7 +154,21 @@ class RotaryEmbedding(APIBase):
         k: torch.Tensor | None = None, k_out: torch.Tensor | None = None,
         inverse: bool = False, stream: Stream | None = None,
     ) -> Callable[[], None]:  # fmt: skip
-        """Validate once and return a launch of these very buffers; arguments as `execute`."""
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import RotaryEmbedding, rotary_table
+            >>> x = torch.randn(4, 32, 128, device="cuda", dtype=torch.bfloat16)
+            >>> table = rotary_table(4096, 128, device="cuda")
+        >>> positions = torch.zeros(4, device="cuda", dtype=torch.int64)
+            >>> out = torch.empty_like(x)
+            >>> launch = RotaryEmbedding(x, table, out, positions).compile().bind(x, table, out, positions)
+            >>> for _ in range(3):
+            ...     launch()
+            ...     _ = positions.add_(1)
+        """
         return self._bind(self._operands(x, table, out, positions, k, k_out), stream, direction(inverse))
 
     def _operands(self, x, table, out, positions, k, k_out) -> tuple:
@@ -165,6 +226,5 @@ def check_positions(positions: torch.Tensor, max_pos: int) -> None:
     bad = ((positions < 0) | (positions >= max_pos)).nonzero()
     if len(bad):
         index = tuple(bad[0].tolist())
-        raise ContractError(
-            f"positions: wanted values in [0, {max_pos}), got {positions[index].item()} at index {', '.join(map(str, index))}"
-        )
+        got = f"{positions[index].item()} at index {', '.join(map(str, index))}"
+        raise ContractError(f"positions: wanted values in [0, {max_pos}), got {got}")

@@ -1,7 +1,9 @@
-"""Rotary kernel: rotates pairs of columns of all heads of a token by the token's angles, for one tensor or for q and k in one launch.
+"""Rotary kernel: rotates pairs of columns of all heads of a token by the token's angles, for one tensor or for q and k
+in one launch.
 
-One source for every pairing, width, dtype and layout. Memory-bound: each element is read and written once, with 16-byte accesses where the
-head dim allows. Nothing that a thread reads of its heads waits for an angle: position, heads and angles are two memory latencies, not three.
+One source for every pairing, width, dtype and layout. Memory-bound: each element is read and written once, with 16-byte
+accesses where the head dim allows. Nothing that a thread reads of its heads waits for an angle: position, heads and
+angles are two memory latencies, not three.
 """
 
 import cutlass
@@ -32,7 +34,7 @@ class Heads(TraceConstant):
     @classmethod
     def of(cls, mX: cute.Tensor):
         strides = tuple(Int64(stride) for stride in mX.stride[:-1])
-        return cls(mX.element_type, mX.iterator.toint(), strides, mX.shape[len(mX.shape) - 2])
+        return cls(mX.element_type, mX.iterator.toint(), strides, heads_of(mX))
 
     def unless(self, condition, other: "Heads") -> "Heads":
         """`other` where the condition holds: one piece of code for both."""
@@ -60,7 +62,7 @@ def token_offset(index, stride):
     return offset
 
 
-def heads_of(mX):
+def heads_of(mX: cute.Tensor):
     """Heads of a tensor of tokens."""
     return mX.shape[len(mX.shape) - 2]
 
@@ -74,17 +76,17 @@ class Rotary:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Args: arguments: the tensors of `operands.ROWS`, None for those that the op does not have; whether to turn
-        back, 0 or 1; the stream.
+        """Args: arguments: the tensors of `operands.ROWS`, None for those that the op does not have; whether to
+        rotate back, 0 or 1; the stream.
         """
         *given, inverse, stream = arguments
         traits, ops = self.traits, Operands(device_names(), given)
         num_tokens, length = ops.mX.shape[0], None
         if cutlass.const_expr(traits.rank == 4):
             num_tokens, length = ops.mX.shape[0] * ops.mX.shape[1], ops.mX.shape[1]
-        num_ctas, groups = self._grid(ops, num_tokens)
+        num_ctas, bundles = self._grid(ops, num_tokens)
         if num_ctas > 0:
-            divisors = fast_divisor(groups), None if length is None else fast_divisor(length)
+            divisors = fast_divisor(bundles), None if length is None else fast_divisor(length)
             self.kernel(tuple(given), num_tokens, *divisors, inverse).launch(
                 grid=(num_ctas, 1, 1),
                 block=(traits.num_threads, 1, 1),
@@ -94,15 +96,16 @@ class Rotary:
             )
 
     def _grid(self, ops: Operands, num_tokens):
-        """(CTAs, groups of a token)."""
-        return self.traits.grid(num_tokens, heads_of(ops.mX), heads_of(ops.mK) if self.traits.has_keys else None)
+        """(CTAs, bundles of a token)."""
+        key_heads = heads_of(ops.mK) if self.traits.has_keys else None
+        return self.traits.grid(num_tokens, heads_of(ops.mX), key_heads)
 
     @cute.kernel
     def kernel(
         self,
         given: tuple,
         num_tokens: Int32,
-        groups: cute.FastDivmodDivisorV2,
+        bundles: cute.FastDivmodDivisorV2,
         length: cute.FastDivmodDivisorV2 | None,
         inverse: Int32,
     ):
@@ -110,33 +113,34 @@ class Rotary:
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits = self.traits
-        unit, place = tidx % traits.units, tidx // traits.units
-        # The groups of a token are neighbours, so that the slots of a CTA share its angles. As many CTAs as a token has groups share
-        # `slots_per_cta` tokens: no number of slots is formed, which could pass 2**31.
-        block, part = divmod(bidx, groups)
-        row, group = divmod(part * traits.slots_per_cta + place, groups)
-        first_token = block * traits.slots_per_cta
-        if row < num_tokens - first_token and place < traits.slots_per_cta:
+        thread, task = tidx % traits.threads_per_head, tidx // traits.threads_per_head
+        # The bundles of a token are neighbours, so that the tasks of a CTA share its angles. As many CTAs as a token
+        # has bundles share `tasks_per_cta` tokens: no number of tasks is formed, which could pass 2**31.
+        token_set, cta = divmod(bidx, bundles)
+        row, bundle = divmod(cta * traits.tasks_per_cta + task, bundles)
+        first_token = token_set * traits.tasks_per_cta
+        if row < num_tokens - first_token and task < traits.tasks_per_cta:
             token = first_token + row
             index = divmod(token, length) if cutlass.const_expr(traits.rank == 4) else (token,)
             source, target = Heads.of(ops.mX), Heads.of(ops.mOut)
             if cutlass.const_expr(traits.has_keys):
-                is_key = group >= self.traits.groups_of(heads_of(ops.mX))
+                query_bundles = traits.bundles_of(heads_of(ops.mX))
+                is_key = bundle >= query_bundles
                 source, target = source.unless(is_key, Heads.of(ops.mK)), target.unless(is_key, Heads.of(ops.mKOut))
-                group -= select(is_key, self.traits.groups_of(heads_of(ops.mX)), Int32(0))
+                bundle -= select(is_key, query_bundles, Int32(0))
             angles = Angles(traits, ops, index)
-            first_head = group * traits.heads_per_thread
-            if unit < traits.rotary_units:
-                self._rotate(source, target, index, first_head, unit, angles, inverse)
-            elif cutlass.const_expr(traits.copy_units > 0):
-                self._copy(source, target, index, first_head, unit - traits.rotary_units, angles)
+            first_head = bundle * traits.heads_per_thread
+            if thread < traits.rotary_threads:
+                self._rotate(source, target, index, first_head, thread, angles, inverse)
+            elif cutlass.const_expr(traits.copy_threads > 0):
+                self._copy(source, target, index, first_head, thread - traits.rotary_threads, angles)
 
-    def _rotate(self, source: Heads, target: Heads, index, first_head, unit, angles: "Angles", inverse):
+    def _rotate(self, source: Heads, target: Heads, index, first_head, thread, angles: "Angles", inverse):
         """Load the thread's pairs of all its heads, then their angles; rotate and store one head after another."""
         problem, heads = self.traits.problem, self.traits.heads_per_thread
-        pair = unit * problem.pairs_per_unit
+        pair = thread * problem.pairs_per_thread
         col = 2 * pair if problem.interleaved else pair
-        wanted = [are_left(source, first_head, i) for i in range(heads)]
+        wanted = [has_head(source, first_head, i) for i in range(heads)]
         loaded = [
             [load_words(run, problem.align_bytes, want) for run in self._runs(head)]
             for head, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
@@ -149,15 +153,15 @@ class Rotary:
                 store_words(run, as_words(columns, target.dtype), want)
 
     @cute.jit
-    def _copy(self, source: Heads, target: Heads, index, first_head: Int32, unit: Int32, angles: "Angles"):
+    def _copy(self, source: Heads, target: Heads, index, first_head: Int32, thread: Int32, angles: "Angles"):
         """Columns that are not rotated: bits are copied, not numbers, so that the payload of a NaN stays."""
         problem, heads = self.traits.problem, self.traits.heads_per_thread
-        col = problem.rotary_dim + unit * problem.access_elems
+        col = problem.rotary_dim + thread * problem.access_elems
         needed = source.base != target.base
         if cutlass.const_expr(angles.is_known is not None):
             needed = needed | ~angles.is_known
         if needed:
-            wanted = [are_left(source, first_head, i) for i in range(heads)]
+            wanted = [has_head(source, first_head, i) for i in range(heads)]
             loaded = [
                 load_words(address, problem.align_bytes, want)
                 for address, want in zip(adjacent_heads(source, index, first_head, col, heads), wanted)
@@ -170,9 +174,10 @@ class Rotary:
                 store_words(address, words, want)
 
     def _runs(self, address):
-        """Addresses of the accesses that hold the thread's pairs of a head: of (firsts, seconds) of split pairs, or of interleaved ones."""
+        """Addresses of the accesses that hold the thread's pairs of a head: of (firsts, seconds) of split pairs, or of
+        interleaved ones."""
         problem = self.traits.problem
-        cols = range(0, 2 * problem.pairs_per_unit, problem.access_elems)
+        cols = range(0, 2 * problem.pairs_per_thread, problem.access_elems)
         if not problem.interleaved:
             cols = (0, problem.rotary_dim // 2)
         return [address + col * ITEMSIZE[problem.dtype] for col in cols]
@@ -180,13 +185,13 @@ class Rotary:
     def _rotated(self, values, cosines, sines):
         """The rotated runs, as `values` is laid out."""
         flat = [value for run in values for value in run]
-        pairs = self.traits.problem.pairs_per_unit
+        pairs = self.traits.problem.pairs_per_thread
         firsts, seconds = (flat[0::2], flat[1::2]) if self.traits.problem.interleaved else (flat[:pairs], flat[pairs:])
-        turned = [rotate(*pair) for pair in zip(firsts, seconds, cosines, sines, strict=True)]
+        rotated = [rotate(*pair) for pair in zip(firsts, seconds, cosines, sines, strict=True)]
         if self.traits.problem.interleaved:
-            flat = [value for pair in turned for value in pair]
+            flat = [value for pair in rotated for value in pair]
         else:
-            flat = [pair[0] for pair in turned] + [pair[1] for pair in turned]
+            flat = [pair[0] for pair in rotated] + [pair[1] for pair in rotated]
         length = len(values[0])
         return [flat[i : i + length] for i in range(0, len(flat), length)]
 
@@ -195,7 +200,7 @@ class Angles(TraceConstant):
     """The angles of a token: by its position, which is asked for at once, or from its own row of a table of pairs."""
 
     def __init__(self, traits: Traits, ops: Operands, index):
-        self.pairs = traits.problem.pairs_per_unit
+        self.pairs = traits.problem.pairs_per_thread
         self.ops, self.index = ops, index
         self.is_known = None  # whether the position is in the table; None where there are no positions
         if ops.mPositions is not None:
@@ -203,7 +208,8 @@ class Angles(TraceConstant):
             self.is_known = (self.position >= 0) & (self.position < ops.mCos.shape[0])
 
     def load(self, pair):
-        """(cosines, sines) of a thread's pairs, of which `pair` is the first; NaN outside the table, which is not read then."""
+        """(cosines, sines) of a thread's pairs, of which `pair` is the first; NaN outside the table, which is not read
+        then."""
         if self.is_known is not None:
             return self._by_position(pair)
         table = self.ops.mFreqsCis
@@ -212,13 +218,14 @@ class Angles(TraceConstant):
 
     @cute.jit
     def _by_position(self, pair: Int32):
-        # A branch, not predicates: the assembler moves no load behind it, so that what was loaded before does not wait for the position.
+        # A branch, not predicates: the assembler moves no load behind it, so that what was loaded before does not wait
+        # for the position.
         tables = (self.ops.mCos, self.ops.mSin)
         rTables = [cute.make_rmem_tensor(self.pairs, Float32) for _ in tables]
         for rTable in rTables:
             rTable.fill(NAN)
-        # Tokens that are far apart, of other sequences, meet the same rows: that the heads between them pushed 4 MB of table out of L2 took 2.5 %
-        # of the time of 131072 tokens (H200).
+        # Tokens that are far apart, of other sequences, meet the same rows: that the heads between them pushed 4 MB of
+        # table out of L2 took 2.5 % of the time of 131072 tokens (H200).
         policy = l2_policy("evict_last")
         if self.is_known:
             for mTable, rTable in zip(tables, rTables):
@@ -235,13 +242,13 @@ def adjacent_heads(heads: Heads, index, first_head, col, count: int) -> list:
     return addresses
 
 
-def are_left(heads: Heads, first_head, i: int):
-    """Whether a group has a head `i`; None for the first, which it has."""
+def has_head(heads: Heads, first_head, i: int):
+    """Whether a bundle has a head `i`; None for the first, which it has."""
     return first_head + i < heads.num_heads if i else None
 
 
 def rotate(first, second, cosine, sine):
-    """A pair turned by an angle: one product is rounded, the other and the sum are not."""
+    """A pair rotated by an angle: one product is rounded, the other and the sum are not."""
     return fma_rn(first, cosine, -mul_rn(second, sine)), fma_rn(first, sine, mul_rn(second, cosine))
 
 
@@ -253,7 +260,8 @@ def load_floats(mTable, offset, count: int, policy=None) -> list:
 
 
 def load_words(address, size_bytes: int, wanted, word=None, policy=None) -> list:
-    """`size_bytes` of global memory in one access, as words of a type; anything where not `wanted`, and nothing is read then.
+    """`size_bytes` of global memory in one access, as words of a type; anything where not `wanted`, and nothing is read
+    then.
 
     Spelled as PTX for the predicate and the policy.
     """
@@ -270,7 +278,7 @@ def load_words(address, size_bytes: int, wanted, word=None, policy=None) -> list
 
 
 def store_words(address, words: list, wanted) -> None:
-    """Write words to adjacent places in one access; nothing where not `wanted`."""
+    """Write words next to one another in one access; nothing where not `wanted`."""
     count = len(words)
     cute.arch.inline_ptx(
         f"st.global{access_suffix(type(words[0]), count)} [{{$r{count}}}], {operand_list('r', count)};",

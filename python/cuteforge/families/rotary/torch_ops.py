@@ -90,8 +90,8 @@ def _differentiate(ctx: Any, *grads: torch.Tensor | None) -> tuple:
     """The inverse rotation of the gradients that there are, in one launch, by an op that has derivatives itself."""
     given = tuple(grad for grad in grads if grad is not None)
     op = torch.ops.cuteforge.rotary if len(given) == 1 else torch.ops.cuteforge.rotary_qk
-    turned = op.default(*given, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse) if given else ()
-    remaining = iter((turned,) if len(given) == 1 else turned)
+    rotated = op.default(*given, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse) if given else ()
+    remaining = iter((rotated,) if len(given) == 1 else rotated)
     return (*(None if grad is None else next(remaining) for grad in grads), *[None] * _NUM_REST)
 
 

@@ -1,6 +1,6 @@
 """What is compiled and when: sizes, strides, lengths, scales and head counts are no part of it.
 
-Threads, processes, damaged directories and eviction belong to the run time all families share: fe_api/csa/test_cache.py.
+Threads, processes, damaged directories and eviction belong to the run time all families share: fe_api/lifecycle.
 """
 
 from helpers import process
@@ -43,23 +43,6 @@ def test_200_random_shapes_compile_once(device, tmp_path):
     first, after_decode, first_prefill, last = map(int, out.split())
     assert first == after_decode and first_prefill == last, out
     assert last <= 4, "decode, its merge, and prefill"
-
-
-WARM = """
-import torch
-from helpers import attention as attn
-from cuteforge.runtime import compile_cache
-
-for kind in attn.CLASSES:
-    x = attn.draw(attn.MAIN, 3, 2, 1000, device=torch.device("cuda"))
-    attn.check(attn.run(kind, x), x)
-print(compile_cache.stats().compiles)
-"""
-
-
-def test_second_process_only_loads(device, tmp_path):
-    first, second = (int(process.run(WARM, CUTEFORGE_CACHE_DIR=tmp_path / "cache")) for _ in range(2))
-    assert first > 0 and second == 0
 
 
 CALL_ORDER = """

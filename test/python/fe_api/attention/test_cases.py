@@ -1,6 +1,7 @@
 """Public bug reports as cases, where dense attention has the same kind of fault to fear.
 
-Captures are also in test_graphs_streams.py. Cold caches and forks are what all families share, and are tested with the compressor.
+Captures are also in fe_api/lifecycle. Cold caches and forks are what all families share, and are tested with the
+compressor.
 """
 
 import itertools
@@ -15,13 +16,14 @@ from helpers import budget, gpu, process
 from helpers.packs import offsets
 
 kinds = pytest.mark.parametrize("kind", **attn.both_ops)
-AD_1_HEADS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
+HEAD_RATIOS = ((28, 4), (40, 8), (24, 4), (14, 2), (33, 3), (32, 2), (64, 1))
 
 
 @kinds
-@pytest.mark.parametrize("heads", AD_1_HEADS, ids=str)
+@pytest.mark.parametrize("heads", HEAD_RATIOS, ids=str)
 def test_every_head_ratio(heads, kind, device):
-    """V of KV head j holds j: out is h // group exactly, whatever Q and K are; decode and prefill take the same heads."""
+    """V of KV head j holds j: out is h // group exactly, whatever Q and K are; decode and prefill take the same
+    heads."""
     num_heads, kv_heads = heads
     config = attn.MAIN._replace(group=num_heads // kv_heads)
     x = attn.draw(config, 3, 1, 513, kv_heads, device=device, lengths=[1, 17, 513])
@@ -97,9 +99,7 @@ def test_more_than_2_31_query_elements(device):
     count, length, config = 3000, 100, attn.GROUPS[6]
     generator = torch.Generator(device=device).manual_seed(0)
     shapes = ((count * length, heads, 128) for heads in (64, 8, 8))
-    q, k, v = (
-        torch.empty(s, dtype=config.dtype, device=device).normal_(generator=generator) for s in shapes
-    )  # fmt: skip
+    q, k, v = (torch.empty(s, dtype=config.dtype, device=device).normal_(generator=generator) for s in shapes)
     cuts = offsets([length] * count).to(device)
     out = gqa_prefill_wrapper(q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, causal=True, return_lse=True)["out"]
     for first in (0, (count - 3) * length):

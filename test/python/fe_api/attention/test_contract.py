@@ -1,12 +1,10 @@
-"""Refusals: the argument is named, nothing is launched, and the next call works; by the constructor or check_support, execute and bind."""
-
-import pickle
-from copy import deepcopy
+"""Refusals: the argument is named, nothing is launched, and the next call works; by the constructor or check_support,
+execute and bind."""
 
 import pytest
 import torch
 
-from cuteforge import ContractError, GQADecode, GQAPrefill, TensorSpec, UnsupportedError
+from cuteforge import ContractError, TensorSpec, UnsupportedError
 from helpers import attention as attn
 from helpers import budget
 from helpers.canary import strided_copy
@@ -375,50 +373,6 @@ def test_checked_mode_names_the_first_length_past_the_memory(kind, device, monke
         call.execute(seqlens_k=torch.tensor([100, 101, 102], dtype=torch.int32, device=device))
 
 
-def test_execute_before_compile_says_so(device):
-    x = inputs("decode", device)
-    out = torch.empty(x.out_shape, dtype=x.q.dtype, device=device)
-    with pytest.raises(RuntimeError, match="compile"):
-        GQADecode(x.q, x.k, x.v, out, **x.optional).execute(x.q, x.k, x.v, out, **x.optional)
-
-
-def test_call_compiles_and_executes(device):
-    x = inputs("packed", device)
-    out, lse = torch.empty(x.out_shape, dtype=x.q.dtype, device=device), torch.empty(x.lse_shape, device=device)
-    op = GQAPrefill(x.q, x.k, x.v, out, **x.optional, lse=lse, causal=x.causal)
-    assert op.check_support() is True
-    op(x.q, x.k, x.v, out, **x.optional, lse=lse)
-    assert op.compile() is op.compile()
-    torch.cuda.synchronize()
-    attn.check(attn.Results(out, lse), x)
-
-
-@kinds
-def test_op_for_another_arch_refuses_to_execute(kind, device):
-    other = "sm_80" if torch.cuda.get_device_capability(device)[0] != 8 else "sm_90a"
-    call = Call(kind, device)
-    positional, named = call.split({})
-    op = attn.CLASSES[kind](*positional, **named, causal=True).compile(arch=other)
-    workspace = torch.empty(op.workspace_bytes() or 1, dtype=torch.uint8, device=device)
-    with pytest.raises(UnsupportedError, match=other):
-        op.execute(*positional, **named, workspace=workspace if op.workspace_bytes() else None)
-    torch.cuda.synchronize()
-    call.prepared.check_untouched()
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_ops_deepcopy_and_pickle(how, device):
-    call = Call(how, device)
-    call.execute()
-    want = attn.Results(*(t.clone() for t in call.prepared.results()))
-    positional, named = call.prepared.arguments
-    for copy in (deepcopy(call.prepared.op), pickle.loads(pickle.dumps(call.prepared.op))):
-        call.prepared.poison()
-        copy.execute(*positional, **named)
-        torch.cuda.synchronize()
-        assert attn.same(call.prepared.results(), want)
-
-
 LAYOUTS = {"base_misaligned": misaligned, "heads_misaligned": heads_misaligned, "columns_strided": columns_strided}
 
 
@@ -472,17 +426,3 @@ def test_wrapper_refuses_an_out_that_it_cannot_write(case, replace, how, device)
         assert str(refusal).startswith("out") and not out.any()
     else:
         assert case == "misaligned" and budget.same_bits(out, want.out)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_autocast_and_default_dtype_change_nothing(how, device):
-    x = inputs(how, device)
-    want = attn.run(kind_of(how), x)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cuda", torch.float16):
-            got = attn.wrapped(kind_of(how), x)
-    finally:
-        torch.set_default_dtype(before)
-    assert attn.same(attn.Results(*got), want)

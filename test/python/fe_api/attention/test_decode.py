@@ -1,4 +1,5 @@
-"""Decode against the reference in fp64: head dims, groups, lengths, splits, layouts, scales; then what must be the same bits."""
+"""Decode against the reference in fp64: head dims, groups, lengths, splits, layouts, scales; then what must be the same
+bits."""
 
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ CASES = (
     *(Case("more queries than keys: early ones see nothing", length=n, size=3, batch=6) for n in (4, 7, 16)),
     *(Case("one request", batch=1, size=size) for size in (64, 8192)),
     *(Case("many requests", batch=16, kv_heads=h, size=300) for h in (1, 8)),
-    # with 8 KV heads on an H200: a cluster of 8, 4 and 2 for each unit, one CTA each in one wave and in more, equal shares
+    # with 8 KV heads on an H200: a cluster of 8, 4 and 2 for each unit, one CTA each in one wave and in more, equal
+    # shares
     *(
         Case("ways to cut", batch=n, kv_heads=8, size=s, flags=attn.FLAGS[3])
         for n in (1, 3, 7, 12, 17, 32)
@@ -62,9 +64,16 @@ CASES = (
 
 def draw(case: Case, device, **given) -> attn.Inputs:
     x = attn.draw(
-        case.config, case.batch, case.length, case.size, case.kv_heads,
-        device=device, flags=case.flags, softmax_scale=case.scale, **given,
-    )  # fmt: skip
+        case.config,
+        case.batch,
+        case.length,
+        case.size,
+        case.kv_heads,
+        device=device,
+        flags=case.flags,
+        softmax_scale=case.scale,
+        **given,
+    )
     return attn.LAYOUTS[case.layout](x)
 
 

@@ -56,9 +56,16 @@ CASES = (
 
 def draw(case: Case, device, **given) -> attn.Inputs:
     x = attn.draw(
-        case.config, case.batch, case.length, case.size, case.kv_heads,
-        device=device, flags=case.flags, softmax_scale=case.scale, **given,
-    )  # fmt: skip
+        case.config,
+        case.batch,
+        case.length,
+        case.size,
+        case.kv_heads,
+        device=device,
+        flags=case.flags,
+        softmax_scale=case.scale,
+        **given,
+    )
     return attn.LAYOUTS[case.layout](x)
 
 
@@ -115,7 +122,8 @@ def test_ragged_without_lse(device):
 
 @pytest.mark.parametrize("cuts", [[0, 7, 20], [0, 0, 20], [0]], ids=["two", "empty_first", "no_request"])
 def test_tokens_past_the_last_request_see_nothing(cuts, device):
-    """Capacity padding of a captured graph: every row of the outputs is written, those of no request with 0 and -inf."""
+    """Capacity padding of a captured graph: every row of the outputs is written, those of no request with 0 and
+    -inf."""
     used, num_tokens = cuts[-1], 300
     q, k, v = (torch.randn(num_tokens, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2, 2))
     q[used:] = k[used:] = v[used:] = math.nan
@@ -140,7 +148,8 @@ def test_ragged_request_equals_its_stand_alone_call(device):
 
 
 def test_more_requests_than_are_looked_up_at_once(device):
-    """The warps that copy look the next units up in groups, of which a CTA has several here and one where there are 200 requests."""
+    """The warps that copy look the next units up in groups, of which a CTA has several here and one where there are 200
+    requests."""
     count, some = 1600, 200
     x = attn.draw_ragged(attn.MAIN, [b % 4 for b in range(count)], [b % 7 for b in range(count)], device=device)
     got = attn.run(KIND, x)

@@ -142,7 +142,8 @@ def test_softcap_bounds_scores_that_would_overflow(kind, device):
 @ways
 @pytest.mark.parametrize("offset", [0.0, 40.0, -200.0, 300.0])
 def test_sinks(offset, kind, num_splits, device):
-    """Beside the keys, above all of them, and so far off that either is lost; requests without keys have nothing else."""
+    """Beside the keys, above all of them, and so far off that either is lost; requests without keys have nothing
+    else."""
     x = draw(kind, device)
     x = x.with_(sinks=sinks_of(x, offset))
     attn.check(attn.run(kind, x, num_splits=num_splits), x)

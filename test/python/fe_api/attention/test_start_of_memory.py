@@ -1,7 +1,9 @@
-"""Keys that are the first allocation of a process, with nothing mapped before them: whatever is read, it is not from there.
+"""Keys that are the first allocation of a process, with nothing mapped before them: whatever is read, it is not from
+there.
 
-Boxes of TMA that lay outside of a pool with all their rows, of a descriptor that started some rows before it, were illegal accesses in such a process
-and in no other (H200): whichever test of paged prefill came first failed. Dense keys had no such boxes; they are here because they share the copies.
+Boxes of TMA that lay outside of a pool with all their rows, of a descriptor that started some rows before it, were
+illegal accesses in such a process and in no other (H200): whichever test of paged prefill came first failed. Dense keys
+had no such boxes; they are here because they share the copies.
 """
 
 import pytest

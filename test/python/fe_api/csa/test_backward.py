@@ -115,8 +115,8 @@ def test_absent_block_ignores_its_half_of_ape(value, device):
 
 @pytest.mark.parametrize("name", csa_inputs.DAMAGED)
 def test_damaged_offsets_touch_nothing_outside(name, device):
-    """Nothing outside the buffers is written (canaries). With monotone tables every element is, with the gradients of the
-    documented rule; otherwise blocks may share tokens or have none, and what is written there is not defined."""
+    """Nothing outside the buffers is written (canaries). With monotone tables every element is, with the gradients of
+    the documented rule; otherwise blocks may share tokens or have none, and what is written there is not defined."""
     x = csa_inputs.damaged(name, device)
     monotone = csa_inputs.is_monotone(x.cu_seqlens) and csa_inputs.is_monotone(x.cu_seqlens_comp)
     grads = csa.run_backward(x, fully=monotone)

@@ -1,6 +1,6 @@
 """Public bug reports as cases, where the compressor has the same kind of fault to fear.
 
-Captures are also in test_graphs_streams.py. Cold caches and eviction are in test_cache.py, at the full width of the report.
+Captures are also in fe_api/lifecycle, and so are cold caches and eviction, at the full width of the report.
 """
 
 import itertools

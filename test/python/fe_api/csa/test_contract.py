@@ -3,9 +3,6 @@
 What can be refused from metadata alone is in unit/test_csa_contract.py, which needs no GPU.
 """
 
-import pickle
-from copy import deepcopy
-
 import pytest
 import torch
 
@@ -187,44 +184,6 @@ def test_row_pitch_past_32_bits_is_refused_by_name(device):
     out.check_untouched()
 
 
-def test_execute_before_compile_says_so(device):
-    x = csa.small(csa.CSA, device)
-    out = torch.empty_like(x.grad_out)
-    with pytest.raises(RuntimeError, match="compile"):
-        CSACompressorForward(*x.tensors, out, **x.config).execute(*x.tensors, out)
-
-
-def test_call_compiles_and_executes(device):
-    x = csa.small(csa.CSA, device)
-    out = torch.empty_like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out, **x.config)
-    assert op.check_support() is True
-    op(*x.tensors, out)
-    assert op.compile() is op.compile()
-    assert budget.same_bits(out, csa.run_forward(x))
-
-
-def test_op_for_another_arch_refuses_to_execute(device):
-    other = "sm_80" if torch.cuda.get_device_capability(device)[0] != 8 else "sm_90a"
-    x = csa.small(csa.CSA, device)
-    out = Canary.like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out.tensor, **x.config).compile(arch=other)
-    with pytest.raises(UnsupportedError, match=other):
-        op.execute(*x.tensors, out.tensor)
-    torch.cuda.synchronize()
-    out.check_untouched()
-
-
-def test_ops_deepcopy_and_pickle(device):
-    x = csa.small(csa.CSA, device)
-    want, out = csa.run_forward(x), torch.empty_like(x.grad_out)
-    op = CSACompressorForward(*x.tensors, out, **x.config).compile()
-    for copy in (deepcopy(op), pickle.loads(pickle.dumps(op))):
-        out.fill_(torch.nan)
-        copy(*x.tensors, out)
-        assert budget.same_bits(out, want)
-
-
 @pytest.mark.parametrize("config", [csa.CSA, csa.HCA], ids=lambda c: c.label)
 def test_wrapper_converts_int64_tables(config, device):
     x = csa.small(config, device)
@@ -281,17 +240,3 @@ def test_wrapper_refuses_bad_configuration(name, error, options, device):
     x = csa.small(csa.CSA, device)
     with pytest.raises(error, match=f"{name}|ape|kv"):
         csa_compressor_forward_wrapper(*x.tensors, **{**x.config, "total_comp": x.total_comp, **options})
-
-
-def test_autocast_and_default_dtype_change_nothing(device):
-    x = csa.small(csa.CSA, device)
-    want = csa.run_forward(x), *csa.run_backward(x)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cuda", torch.float16):
-            out = csa_compressor_forward_wrapper(*x.tensors, **x.config, total_comp=x.total_comp)["out"]
-            grads = tuple(csa_compressor_backward_wrapper(*x.tensors, x.grad_out, **x.config))
-    finally:
-        torch.set_default_dtype(before)
-    assert all(budget.same_bits(a, b) for a, b in zip((out, *grads), want, strict=True))

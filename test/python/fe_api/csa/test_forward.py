@@ -141,7 +141,8 @@ def test_bound_call_follows_new_contents(device):
 
 
 def test_more_than_2_31_elements(device):
-    """Element offsets of kv and score pass 2**31; the first rows and the last segments equal their stand-alone calls."""
+    """Element offsets of kv and score pass 2**31; the first rows and the last segments equal their stand-alone
+    calls."""
     gpu.require_free_memory(16, device)
     x = csa_inputs.big(csa.CSA_WIDE, device)
     out = csa_compressor_forward_wrapper(*x.tensors, **x.config, total_comp=x.total_comp)["out"]

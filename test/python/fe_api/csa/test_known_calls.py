@@ -1,4 +1,5 @@
-"""Calls of the compressor like an earlier one. Whatever differs from it, the result is that of a first call, and errors are the same."""
+"""Calls of the compressor like an earlier one. Whatever differs from it, the result is that of a first call, and errors
+are the same."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The tiles that other GPUs get, run here: compiled for this architecture, with the facts of theirs.
 
-Machine code of another architecture does not run here, but the schedules do: fewer CTAs, one ring slot instead of two, half of the lanes,
-no dependent launch.
+Machine code of another architecture does not run here, but the schedules do: fewer CTAs, one ring slot instead of two,
+half of the lanes, no dependent launch.
 """
 
 import pytest
@@ -32,7 +32,8 @@ case_table = pytest.mark.parametrize(("arch_name", "config"), CASES, ids=[f"{a}-
 
 
 def entry_and_ctas(config: csa.Config, arch_name: str, backward: bool):
-    """The kernel that a GPU of `arch_name` would get, compiled for the one here; its CTAs, and the workspace it takes."""
+    """The kernel that a GPU of `arch_name` would get, compiled for the one here; its CTAs, and the workspace it
+    takes."""
     facts = resolve_arch(arch_name, None)
     problem = tiles.Problem(str(config.dtype).removeprefix("torch."), config.d, config.ratio, config.coff)
     traits = tiles.select_traits(problem, facts, backward)

@@ -1,7 +1,7 @@
 """Public bug reports as cases, through the paged ops.
 
-Layouts of pools are in test_layouts.py. Some are the dense ones again, over pages; of the run-time ones those are here that a page
-table or a length can go wrong in.
+Layouts of pools are in test_layouts.py. Some are the dense ones again, over pages; of the run-time ones those are here
+that a page table or a length can go wrong in.
 """
 
 import itertools

@@ -4,8 +4,6 @@ Every operand is violated once in the constructor or check_support, in `execute`
 """
 
 import math
-import pickle
-from copy import deepcopy
 
 import pytest
 import torch
@@ -384,46 +382,6 @@ def test_missing_and_unknown_operands(kind, device):
     with pytest.raises((TypeError, ContractError), match="page_table"):
         call.op.execute(**given)
     call.check_untouched()
-
-
-@all_kinds
-def test_execute_before_compile_says_so(kind, device):
-    call = Call(kind, device)
-    with pytest.raises(RuntimeError, match="compile"):
-        call.make(**call.given).execute(**call.given, workspace=call.workspace)
-
-
-@all_kinds
-def test_call_compiles_and_executes(kind, device):
-    call = Call(kind, device)
-    op = call.make(**call.given)
-    assert op.check_support() is True
-    op(**call.given, workspace=call.workspace)
-    torch.cuda.synchronize()
-    assert op.compile() is op.compile()
-    call.outputs.check()
-    paged.check(call.outputs.tensors, call.x)
-
-
-@all_kinds
-def test_op_for_another_arch_refuses_to_execute(kind, device):
-    other = "sm_80" if torch.cuda.get_device_capability(device)[0] != 8 else "sm_90a"
-    call = Call(kind, device)
-    call.op = call.make(**call.given).compile(arch=other)
-    with pytest.raises(UnsupportedError, match=other):
-        call.execute()
-    call.check_untouched()
-
-
-@all_kinds
-def test_ops_deepcopy_and_pickle(kind, device):
-    call = Call(kind, device)
-    for copy in (deepcopy(call.op), pickle.loads(pickle.dumps(call.op))):
-        for tensor in call.outputs.tensors.values():
-            tensor.fill_(torch.nan)
-        copy.execute(**call.given, workspace=call.workspace)
-        torch.cuda.synchronize()
-        paged.check(call.outputs.tensors, call.x)
 
 
 def test_extents_may_differ_from_the_samples(device):

@@ -81,9 +81,7 @@ def test_one_page_for_all_reads_one_memory(config, queries, device):
     x = paged.draw(config, edges(16, queries), device)
     page = [cache[:1].nan_to_num(0.5) for cache in x.pools]
     table = torch.zeros_like(x.page_table)
-    expanded = x.with_(
-        k_cache=page[0].expand_as(x.k_cache), v_cache=page[1].expand_as(x.v_cache), page_table=table
-    )  # fmt: skip
+    expanded = x.with_(k_cache=page[0].expand_as(x.k_cache), v_cache=page[1].expand_as(x.v_cache), page_table=table)
     paged.check(paged.call_wrapper(expanded), x.with_(k_cache=page[0], v_cache=page[1], page_table=table))
 
 

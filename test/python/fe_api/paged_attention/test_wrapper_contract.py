@@ -118,17 +118,3 @@ def test_thin_functions_never_fall_back(queries, device):
     function = attn_paged_prefill if queries else attn_paged_decode
     with pytest.raises(ContractError, match="(?i)^q.*cuda.*cpu"):
         function(*(t.cpu() for t in (*x.positional, x.seqlens_k)))
-
-
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_autocast_and_default_dtype_change_nothing(kind, device):
-    x = small(kind, device)
-    want = paged.run(x)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cuda", torch.float16):
-            got = paged.call_wrapper(x)
-    finally:
-        torch.set_default_dtype(before)
-    assert paged.same(got, want)

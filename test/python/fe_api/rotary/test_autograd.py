@@ -1,4 +1,5 @@
-"""Training through the rotary embedding: the wrappers' graph, in place and not, torch.compile and captures, with the kernel."""
+"""Training through the rotary embedding: the wrappers' graph, in place and not, torch.compile and captures, with the
+kernel."""
 
 import pytest
 import torch

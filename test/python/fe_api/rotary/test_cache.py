@@ -1,6 +1,6 @@
 """What is compiled and when: sizes, strides, direction and contents are no part of it.
 
-Threads, processes, damaged directories and eviction belong to the run time all families share: fe_api/csa/test_cache.py.
+Threads, processes, damaged directories and eviction belong to the run time all families share: fe_api/lifecycle.
 """
 
 from helpers import process
@@ -34,19 +34,3 @@ def test_200_random_shapes_compile_once(device, tmp_path):
     """Tokens, head counts, direction and place are run-time values, for both kinds of table."""
     out = process.run(RANDOM_SHAPES, CUTEFORGE_CACHE_DIR=tmp_path / "cache")
     assert out.split() == ["1", "1", "2", "2", "2"]
-
-
-WARM = """
-import sys
-import torch
-from helpers import rotary
-from cuteforge.runtime import compile_cache
-
-x = rotary.draw(rotary.HALVES, rotary.FUSED, torch.device("cuda"))
-rotary.check(rotary.run(x, rotary.FUSED), x)
-print(compile_cache.stats().compiles)
-"""
-
-
-def test_second_process_only_loads(device, tmp_path):
-    assert [process.run(WARM, CUTEFORGE_CACHE_DIR=tmp_path / "cache").strip() for _ in range(2)] == ["1", "0"]

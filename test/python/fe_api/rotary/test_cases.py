@@ -1,6 +1,6 @@
 """Public bug reports as cases, where the rotary op has the same kind of fault to fear.
 
-Captures are also in test_graphs_streams.py. The caches that all families share are tested with the compressor.
+Captures are also in fe_api/lifecycle. The caches that all families share are tested with the compressor.
 """
 
 import itertools
@@ -57,7 +57,8 @@ def test_strides_of_size_1_dims_say_nothing(stride, tokens, device):
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_slices_of_wider_buffers_with_other_strides(index, interleaved, device):
-    """The report's shapes: q (8, 64, 64) strides (16384, 256, 1), k (8, 1, 64) strides (2624, 64, 1), fp32 cache (203008, 64)."""
+    """The report's shapes: q (8, 64, 64) strides (16384, 256, 1), k (8, 1, 64) strides (2624, 64, 1), fp32 cache
+    (203008, 64)."""
     generator = torch.Generator(device=device).manual_seed(0)
     q_buffer = torch.randn(8, 64, 256, generator=generator, device=device).bfloat16()
     k_buffer = torch.randn(8, 2624, generator=generator, device=device).bfloat16()
@@ -109,10 +110,10 @@ def test_a_table_of_another_precision_is_refused_by_name(dtype, device):
         rotary_wrapper(by_token.x, by_token.table.to(dtype))
 
 
-RO_4 = {False: [-1.9841, 1.9599, 2.4624, 4.0198], True: [-1.1426, 1.9221, 2.9599, 4.0298]}
+ROTATED = {False: [-1.9841, 1.9599, 2.4624, 4.0198], True: [-1.1426, 1.9221, 2.9599, 4.0298]}
 
 
-@pytest.mark.parametrize("interleaved", RO_4, ids=["halves", "interleaved"])
+@pytest.mark.parametrize("interleaved", ROTATED, ids=["halves", "interleaved"])
 @pytest.mark.parametrize("by_token", [False, True], ids=["positions", "freqs_cis"])
 def test_the_pairing_flag_is_obeyed(by_token, interleaved, device):
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], device=device)
@@ -120,7 +121,7 @@ def test_the_pairing_flag_is_obeyed(by_token, interleaved, device):
     table = {"cos": cos, "sin": sin, "positions": torch.tensor([1], device=device)}
     if by_token:
         table = {"freqs_cis": torch.stack((cos[1:], sin[1:]), -1)}
-    want = torch.tensor(RO_4[interleaved], device=device)
+    want = torch.tensor(ROTATED[interleaved], device=device)
     for keys in ({}, {"k": x.clone()}):
         call = rotary_qk_wrapper if keys else rotary_wrapper
         for result in call(x, **keys, **table, interleaved=interleaved):
@@ -177,7 +178,8 @@ def test_warm_capture_with_positions_changed_in_place(device):
 
 
 def variants(device):
-    """Same shape, other things that a launch cache may forget: pairing, direction, width, dtype, index, kind of table."""
+    """Same shape, other things that a launch cache may forget: pairing, direction, width, dtype, index, kind of
+    table."""
     layout = rotary.TWO_PACKED
     for config in (*rotary.MAIN_CONFIGS, rotary.HALVES_FP32):
         yield rotary.draw(config, layout, device), {}

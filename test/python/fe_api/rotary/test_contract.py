@@ -3,13 +3,10 @@
 What can be refused from metadata alone is in unit/test_rotary_contract.py, which needs no GPU.
 """
 
-import pickle
-from copy import deepcopy
-
 import pytest
 import torch
 
-from cuteforge import ContractError, RotaryEmbedding, UnsupportedError, rotary_qk_wrapper, rotary_wrapper
+from cuteforge import ContractError, rotary_qk_wrapper, rotary_wrapper
 from helpers import budget, rotary
 from helpers.canary import strided_copy
 
@@ -226,44 +223,6 @@ def test_checked_mode_names_the_first_bad_position(device, monkeypatch):
             call.bind(positions=positions)
 
 
-def test_execute_before_compile_says_so(device):
-    x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
-    out = torch.empty_like(x.x)
-    with pytest.raises(RuntimeError, match="compile"):
-        RotaryEmbedding(x.x, x.table, out, x.positions).execute(x.x, x.table, out, x.positions)
-
-
-def test_call_compiles_and_executes(device):
-    x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
-    out = torch.empty_like(x.x)
-    op = RotaryEmbedding(x.x, x.table, out, x.positions, interleaved=False)
-    assert op.check_support() is True
-    op(x.x, x.table, out, x.positions)
-    assert op.compile() is op.compile()
-    assert budget.same_bits(out, rotary.run(x, rotary.PACKED)["out"])
-
-
-def test_op_for_another_arch_refuses_to_execute(device):
-    other = "sm_80" if torch.cuda.get_device_capability(device)[0] != 8 else "sm_90a"
-    x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
-    memory = rotary.arrange(x, rotary.PACKED)
-    op = RotaryEmbedding(x.x, x.table, memory.outputs["out"], x.positions, interleaved=False).compile(arch=other)
-    with pytest.raises(UnsupportedError, match=other):
-        op.execute(x.x, x.table, memory.outputs["out"], x.positions)
-    torch.cuda.synchronize()
-    memory.guards["out"].check_untouched()
-
-
-def test_ops_deepcopy_and_pickle(device):
-    x = rotary.draw(rotary.HALVES, rotary.PACKED, device)
-    want, out = rotary.run(x, rotary.PACKED)["out"], torch.empty_like(x.x)
-    op = rotary.compiled(x, {"out": out})
-    for copy in (deepcopy(op), pickle.loads(pickle.dumps(op))):
-        out.fill_(torch.nan)
-        copy.execute(x.x, x.table, out, x.positions)
-        assert budget.same_bits(out, want)
-
-
 LAYOUTS = {
     "misaligned_base": misaligned,
     "misaligned_heads": lambda t: strided_copy(t, (t.shape[1] * 129, 129, 1)),
@@ -313,17 +272,3 @@ def test_a_complex_table_is_right_or_refused_by_name(device):
         assert str(refusal).startswith("freqs_cis")
     else:
         assert budget.same_bits(got, rotary.run(x, rotary.DENSE)["out"])
-
-
-@pytest.mark.parametrize("config", [rotary.HALVES, rotary.BY_TOKEN], ids=lambda c: c.label)
-def test_autocast_and_default_dtype_change_nothing(config, device):
-    x = rotary.draw(config, rotary.TWO_PACKED, device)
-    want = rotary.run(x, rotary.TWO_PACKED)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.autocast("cuda", torch.float16):
-            got = rotary_qk_wrapper(x.x, x.k, **x.lookup, interleaved=x.interleaved)
-    finally:
-        torch.set_default_dtype(before)
-    assert rotary.same({"out": got["q"], "k_out": got["k"]}, want)

@@ -2,7 +2,7 @@
 
 A work tile is one KV head of one request with some of the query rows that read it: the heads of its group times the
 query tokens, packed token by token. Row blocks of 16 fill the left side of the matrix instructions. The warps of a CTA
-form a grid, `row_warps` along the rows and `key_warps` along the keys: warps of one place along the keys share a ring,
+form a grid, `row_warps` along the rows and `key_warps` along the keys: warps of the same keys share a ring,
 and take every `key_warps`-th tile of keys. Decode has many warps along the keys, prefill one.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import ClassVar
 
 from cuteforge.device.swizzled_rows import ALIGNMENT
@@ -28,6 +29,18 @@ MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
 # launched (about 2 us).
 MAX_WHOLE_KEYS = 256
 LARGE_SMEM_BYTES = 160 * 1024  # of a CTA: A100, Hopper, B200
+
+
+class Barrier(IntEnum):
+    """The named barriers of a CTA.
+
+    Attributes:
+        CTA: of all its threads.
+        KEY_WARP: the first of one for each key warp: of the warps that share its ring.
+    """
+
+    CTA = 0
+    KEY_WARP = 1
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,7 @@ class Traits(WorkTraits):
 
     @property
     def ring(self) -> RingShape:
-        """The ring of the warps of one place along the keys."""
+        """The ring of the warps that read the same keys."""
         tile = self.tile
         return RingShape(self.row_bytes, tile.tile_n, tile.num_stages, tile.row_warps)
 
@@ -115,7 +128,7 @@ class Traits(WorkTraits):
     @property
     def query_bytes(self) -> int:
         """Shared memory for the query rows, after the rings."""
-        return self.tile.tile_m * self.ring.rows[0].pitch_bytes if self.tile.queries_in_smem else 0
+        return self.tile.tile_m * self.ring.rows.first.pitch_bytes if self.tile.queries_in_smem else 0
 
     @property
     def streams_bytes(self) -> int:
@@ -124,7 +137,8 @@ class Traits(WorkTraits):
 
     @property
     def part_bytes(self) -> int:
-        """Shared memory for the rows that a CTA of a cluster joins, after the query rows: their parts, the log-sum-exps of these, a barrier."""
+        """Shared memory for the rows that a CTA of a cluster joins, after the query rows: their parts, the log-sum-exps
+        of these, a barrier."""
         return self.tile.tile_m * (self.join_pitch + 1) * 4 + 8 if self.cluster else 0
 
     @property
@@ -137,7 +151,7 @@ class Traits(WorkTraits):
 
 
 def workspace_bytes(traits: Traits, arch: Arch) -> int:
-    """Workspace for the parts of as many CTAs as are ever launched to share units."""
+    """Workspace for the parts of as many CTAs as are ever launched to share work tiles."""
     return min(MAX_WAVES * max_ctas(traits, arch) * cta_workspace_bytes(traits), MAX_WORKSPACE_BYTES)
 
 
@@ -191,7 +205,8 @@ def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
 
 
 def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
-    """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of both."""
+    """Two row blocks a warp halve what is read from shared memory for each product, where registers hold the results of
+    both."""
     widest, lacks_registers = problem.widest, _lacks_registers(problem, arch)
     if widest > 128:
         in_smem = widest > 192 and (lacks_registers or problem.has_options or problem.has_lse)
@@ -202,7 +217,8 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
 
 
 def _lacks_registers(problem: Problem, arch: Arch) -> bool:
-    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the assembler needs more of them."""
+    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the
+    assembler needs more of them."""
     return problem.mask_rank > 0 or arch.major >= 10
 
 

@@ -1,6 +1,6 @@
 """The portable forward kernel: decode and prefill, dense, ragged and paged, from one source.
 
-The warps of one place along the keys stream their share of the keys and values through a ring of their own
+The warps that read the same keys stream their share of the keys and values through a ring of their own
 (keys/ring.py). A warp multiplies its query rows, held in registers, with a tile of keys, turns the scores into weights
 (parts/softmax.py), and adds up the weighted values. The weights of a row are summed by the same matrix instructions
 that multiply them with the values, as rounded, so that equal values come out exact. The key warps of a CTA meet in
@@ -18,10 +18,10 @@ from cuteforge.device.copy import ReadOnce
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
 from cuteforge.device.traced import TraceConstant, named_kernel
-from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, Traits
+from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, Barrier, Traits
 from cuteforge.families.attention.forward.entry import Entry, build_entry
 from cuteforge.families.attention.keys.ring import TokenRing
-from cuteforge.families.attention.parts.cluster import ClusterPart
+from cuteforge.families.attention.parts.cluster import ClusterPart, InCluster
 from cuteforge.families.attention.parts.combine import Combine
 from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.queries import load_queries
@@ -30,7 +30,7 @@ from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.plan import make_plan, may_cut_row_tiles
-from cuteforge.families.attention.work.shares import BEGUN, CONTINUED, WHOLE, Shares, SplitPlan, first_granule
+from cuteforge.families.attention.work.shares import BEGUN, CONTINUED, WHOLE, Shares, Split, SplitPlan, first_granule
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
@@ -96,18 +96,18 @@ class Attention(Entry):
     def launch(
         self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
     ):
-        by = counts.divisors()
+        divisors = counts.make_divisors()
         if cutlass.const_expr(self.traits.splits):
             plan = make_plan(counts, most_splits, max_ctas)
-            self._launch(given, by, plan, scale, plan.splits * counts.kv_heads, stream)
+            self._launch(given, divisors, plan, scale, plan.splits * counts.kv_heads, stream)
             if may_cut_row_tiles(counts, plan):
-                Combine(self.traits).launch(given, by, plan, counts, stream)
+                Combine(self.traits).launch(given, divisors, plan, counts, stream)
         else:
-            self._launch(given, by, None, scale, counts.work_tiles, stream)
+            self._launch(given, divisors, None, scale, counts.work_tiles, stream)
 
-    def _launch(self, given: tuple, by: Divisors, plan: SplitPlan | None, scale, num_ctas, stream) -> None:
+    def _launch(self, given: tuple, divisors: Divisors, plan: SplitPlan | None, scale, num_ctas, stream) -> None:
         clusters = {"cluster": (Int32(1) << plan.log_cluster, 1, 1)} if self.traits.cluster else {}
-        self.kernel(given, by, plan, scale).launch(
+        self.kernel(given, divisors, plan, scale).launch(
             grid=(num_ctas, 1, 1),
             block=(WARP * self.traits.tile.num_warps, 1, 1),
             **clusters,
@@ -117,13 +117,13 @@ class Attention(Entry):
         )
 
     @cute.kernel
-    def kernel(self, given: tuple, by: Divisors, plan: SplitPlan | None, scale: Float32):
+    def kernel(self, given: tuple, divisors: Divisors, plan: SplitPlan | None, scale: Float32):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         thread = Thread(tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP))
-        counts = Counts(self.traits, Operands(*given), by)
+        counts = Counts(self.traits, Operands(*given), divisors)
         smem = cutlass.memory.SmemAllocator()
         sAddress = smem.allocate(self.traits.smem_bytes - SMEM_ALIGNMENT, byte_alignment=SMEM_ALIGNMENT).toint()
         if cutlass.const_expr(self.traits.splits):
@@ -134,50 +134,53 @@ class Attention(Entry):
 
     @cute.jit
     def _attend_share(self, counts: Counts, plan: SplitPlan, bidx: Int32, sAddress: Int32, scale: Float32, tidx: Int32):
-        """Go through the row tiles that the share of a CTA touches, or, in a cluster, do its piece of a row tile and join the pieces."""
+        """Go through the row tiles that the share of a CTA touches, or, in a cluster, do its piece of a row tile and
+        join the pieces."""
         traits, log_cluster = self.traits, plan.log_cluster
         thread = Thread(tidx % WARP, cute.arch.make_warp_uniform(tidx // WARP))
         shares = Shares(counts, plan, thread.lane)
         rank = bidx & ((Int32(1) << log_cluster) - 1)
-        number, head = divmod(bidx >> log_cluster, counts.by.heads)
+        number, head = divmod(bidx >> log_cluster, counts.divisors.heads)
         split = (number << log_cluster) + rank
-        batch, row_tile, granule, left, part = shares.first_segment(split)
+        batch, row_tile, granule, remaining, part = shares.start_of_share(split)
         if cutlass.const_expr(traits.cluster > 0):
             if log_cluster > 0:
-                self._cluster_part(log_cluster, WorkTile(counts, batch, head, row_tile), sAddress, rank)[1].begin(tidx)
-        going = left > 0 or shares.pieces > 0
+                work = WorkTile(counts, batch, head, row_tile)
+                self._in_cluster(log_cluster, work, sAddress, rank).part.begin(tidx)
+        going = remaining > 0 or shares.pieces > 0
         while going:
             granules = shares.granules_of(batch)
-            end = cutlass.min(granules, granule + left)
+            end = cutlass.min(granules, granule + remaining)
             if shares.pieces <= 1:
                 part = select(granule > 0, Int32(CONTINUED), select(end < granules, Int32(BEGUN), Int32(WHOLE)))
             work = WorkTile(counts, batch, head, row_tile)
-            results = Results(work, (plan.splits, split), part, self._cluster_part(log_cluster, work, sAddress, rank))
+            cluster = self._in_cluster(log_cluster, work, sAddress, rank)
+            results = Results(work, Split(plan.splits, split), part, cluster)
             self._attend(work, results, granule, end, sAddress, scale, thread)
-            left = left - (end - granule)
-            going = left > 0
+            remaining = remaining - (end - granule)
+            going = remaining > 0
             granule = Int32(0)
             row_tile = row_tile + 1
             if row_tile == counts.row_tiles:
                 row_tile = Int32(0)
                 batch = batch + 1
             if going:
-                # the rings are filled again only when all have read what is in their place
+                # the rings are filled again only when all have read what lies there
                 cute.arch.sync_threads()
         if cutlass.const_expr(traits.cluster > 0):
             if log_cluster > 0:
                 # looked for again: kept, it would be registers that the loop has no room for
-                batch, row_tile = divmod(number, counts.by.row_tiles)
+                batch, row_tile = divmod(number, counts.divisors.row_tiles)
                 work = WorkTile(counts, batch, head, row_tile)
-                self._cluster_part(log_cluster, work, sAddress, rank)[1].join(tidx)
+                self._in_cluster(log_cluster, work, sAddress, rank).part.join(tidx)
 
-    def _cluster_part(self, log_cluster, work: WorkTile, sAddress, rank) -> tuple | None:
+    def _in_cluster(self, log_cluster, work: WorkTile, sAddress, rank) -> InCluster | None:
         """As `Results` takes it."""
         traits = self.traits
         if not traits.cluster:
             return None
         address = sAddress + (traits.streams_bytes + traits.query_bytes)
-        return log_cluster > 0, ClusterPart(work, address, rank, log_cluster)
+        return InCluster(log_cluster > 0, ClusterPart(work, address, rank, log_cluster))
 
     @cute.jit
     def _attend(
@@ -190,7 +193,8 @@ class Attention(Entry):
         scale: Float32,
         thread: Thread,
     ):
-        """One warp's part of a work tile: its rows, and of the keys of some granules its share. They are counted from the first one that is seen."""
+        """One warp's part of a work tile: its rows, and of the keys of some granules its share. They are counted from
+        the first one that is seen."""
         tile = self.traits.tile
         lane, warp = thread
         key_warp, row_warp = warp // tile.row_warps, warp % tile.row_warps
@@ -204,8 +208,8 @@ class Attention(Entry):
                 source.append(lane)
         softmax = OnlineSoftmax(tile.m_blocks, score_factor(scale, work.ops.softcap), self.traits.keeps_sums)
         warp_rows = ROW_BLOCK * tile.m_blocks
-        # all key warps leave the same rows in the same place
-        query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows[0].pitch_bytes)
+        # all key warps leave the same rows at the same address
+        query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows.first.pitch_bytes)
         rows = WarpRows(self.traits, work.first_row + row_warp * warp_rows, query_address, lane)
         tiles = self._tiles(work, granule, end_granule, key_warp)
         self._stream(work, ring, rows, softmax, tiles, scale, lane)
@@ -269,8 +273,7 @@ class Attention(Entry):
         elif cutlass.const_expr(tile.key_warps == 1):
             cute.arch.sync_threads()
         else:
-            # barrier 0 is that of the whole CTA
-            cute.arch.barrier(barrier_id=key_warp + 1, number_of_threads=WARP * tile.row_warps)
+            cute.arch.barrier(barrier_id=Barrier.KEY_WARP + key_warp, number_of_threads=WARP * tile.row_warps)
 
     @cute.jit
     def _attend_tile(self, ring, queries, weighing, rows, tile: Int32, stage: Int32, lane: Int32):
@@ -285,7 +288,7 @@ class Attention(Entry):
 
     def _multiply_keys(self, address, queries, rS) -> None:
         """rS = queries @ keys^T."""
-        rows, zero = self.traits.ring.rows[0], (Float32(0.0),) * 4
+        rows, zero = self.traits.ring.rows.first, (Float32(0.0),) * 4
         sums = {(block, n): zero for block in range(rS.shape[0]) for n in range(rS.shape[1])}
         for step in range(self.traits.k_steps):
             operands = queries.operands(step)
@@ -299,7 +302,7 @@ class Attention(Entry):
 
     def _multiply_values(self, address, rS, rO, rWeight) -> None:
         """rO += weights @ values, rWeight += the rows' sums of the weights as rounded."""
-        rows, ones = self.traits.ring.rows[1], ones_operand(self.dtype)
+        rows, ones = self.traits.ring.rows.second, ones_operand(self.dtype)
         for step in range(rS.shape[1] // 2):
             weights = [
                 left_operand(self.dtype, _get(rS, block, 2 * step), _get(rS, block, 2 * step + 1))

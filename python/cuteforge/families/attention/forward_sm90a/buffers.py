@@ -7,8 +7,8 @@ from cuteforge.device.copy import smem_words
 from cuteforge.device.stages_sm90 import BARRIERS, Stages
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.config import (
-    COPY_WARPS,
     FIELDS_BYTES,
+    PRODUCER_WARPS,
     SMEM_ALIGNMENT,
     TOKEN_WARPS,
     WarpgroupTraits,
@@ -17,7 +17,7 @@ from cuteforge.families.attention.work.tile import TileFields, WorkTile
 from cuteforge.runtime.arch import WARP
 
 KEYS, VALUES = 0, 1  # of `Buffers.tokens`
-NO_WORK = -1  # in place of a request: there is nothing left to do
+NO_WORK = -1  # instead of a request: there is nothing left to do
 
 
 class Buffers(TraceConstant):
@@ -37,37 +37,37 @@ class Buffers(TraceConstant):
         self.loaded = barriers  # counts the values of a tile that are loaded before the rest of it becomes zeros
 
     def ahead(self, warp):
-        """Where a copying warp keeps the fields of the next work tiles; None where it need not."""
+        """Where a producer warp keeps the fields of the next work tiles; None where it need not."""
         traits = self.traits
         first = self.fields + traits.query_stages * FIELDS_BYTES
-        return first + warp * (traits.ahead_bytes // COPY_WARPS) if traits.ahead_bytes else None
+        return first + warp * (traits.ahead_bytes // PRODUCER_WARPS) if traits.ahead_bytes else None
 
     @cute.jit
     def init(self, by_tma):
         """By one thread.
 
         Args:
-            by_tma: as in `Loads`.
+            by_tma: as in `ProducerWarp`.
         """
-        readers = self.traits.tile.multiplying_warps
+        readers = self.traits.tile.consumer_warps
         # one more arrival says that the fields are written
-        self.queries.init((COPY_WARPS - TOKEN_WARPS if by_tma else COPY_WARPS) * WARP + 1, readers)
+        self.queries.init((PRODUCER_WARPS - TOKEN_WARPS if by_tma else PRODUCER_WARPS) * WARP + 1, readers)
         for stages in self.tokens:
-            stages.init(1 if by_tma else COPY_WARPS // 2 * WARP, readers)
+            stages.init(1 if by_tma else PRODUCER_WARPS // 2 * WARP, readers)
         cute.arch.mbarrier_init(self.loaded, 1)
         cute.arch.mbarrier_init_fence()
 
-    def tell(self, stage, work: WorkTile | None) -> None:
+    def publish_work(self, stage, work: WorkTile | None) -> None:
         """By one thread: write what the work tile is, or that there is none, before its queries count as there."""
         fields = (Int32(NO_WORK),) if work is None else work.fields()
         words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
         for i, value in enumerate(fields):
             words[i] = Uint32(value)
-        cute.arch.mbarrier_arrive(self.queries.full(stage))
+        cute.arch.mbarrier_arrive(self.queries.full_barrier(stage))
 
-    def told(self, stage) -> list:
+    def read_work(self, stage) -> TileFields:
         """The fields of a work tile, for all lanes of a warp."""
         words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
-        fields = [cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))]
+        fields = TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))))
         cute.arch.sync_warp()  # every lane has read them before lane 0 releases the stage
         return fields

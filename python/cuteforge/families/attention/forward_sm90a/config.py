@@ -7,7 +7,8 @@ warps copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from enum import IntEnum
+from typing import ClassVar, NamedTuple
 
 from cuteforge.device.panels import panels_bytes
 from cuteforge.families.attention.problem import Problem
@@ -16,16 +17,25 @@ from cuteforge.runtime.arch import Arch
 
 WARPGROUP = 4  # warps
 ROWS = 64  # of a warpgroup
-COPY_WARPS = 4
+PRODUCER_WARPS = 4
 TOKEN_WARPS = 2  # of them, where TMA copies the keys and the values: one each
 PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are copied row by row
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
-FIELDS_BYTES = 32  # what the copying warps tell of a work tile
-FIELDS_AHEAD = 8  # work tiles of packed queries: a lane of a copying warp looks each up
-# Registers a thread by the number of multiplying warpgroups: theirs, and the copying warps'. Together at most 64 K.
-REGISTERS = {2: (232, 40), 3: (160, 32)}
-PAGED_REGISTERS = {**REGISTERS, 3: (152, 56)}  # who looks rows up needs more
+FIELDS_BYTES = 32  # what the producer warps tell of a work tile
+FIELDS_AHEAD = 8  # work tiles of packed queries: a lane of a producer warp looks each up
+
+
+class Registers(NamedTuple):
+    """Registers of a thread of the consumer warps, and of the producer warps."""
+
+    consumer: int
+    producer: int
+
+
+# Registers a thread by the number of consumer warpgroups: theirs, and the producer warps'. Together at most 64 K.
+REGISTERS = {2: Registers(232, 40), 3: Registers(160, 32)}
+PAGED_REGISTERS = {**REGISTERS, 3: Registers(152, 56)}  # who looks rows up needs more
 # Of three warpgroups, for a lane's part of a tile.
 TILE_REGISTERS, PAGED_TILE_REGISTERS = 128, 124
 MAX_TILE_KEYS = 128
@@ -33,6 +43,18 @@ MAX_TILE_KEYS = 128
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
+
+
+class Barrier(IntEnum):
+    """The named barriers of a CTA.
+
+    Attributes:
+        CTA: of all its threads.
+        PING_PONG: the first of one for each warpgroup, which waits there until it may start products.
+    """
+
+    CTA = 0
+    PING_PONG = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +80,7 @@ class WarpgroupTile:
         return ROWS * self.warpgroups
 
     @property
-    def multiplying_warps(self) -> int:
+    def consumer_warps(self) -> int:
         return WARPGROUP * self.warpgroups
 
 
@@ -72,12 +94,13 @@ class WarpgroupTraits(WorkTraits):
     in_rounds: ClassVar[bool] = True
 
     @property
-    def registers(self) -> tuple[int, int]:
+    def registers(self) -> Registers:
         return (PAGED_REGISTERS if self.problem.is_paged else REGISTERS)[self.tile.warpgroups]
 
     @property
     def box_rows(self) -> int:
-        """Keys that one instruction of TMA copies: a tile where they lie in one piece, a part of a page; 0 where each may lie elsewhere."""
+        """Keys that one instruction of TMA copies: a tile where they lie in one piece, a part of a page; 0 where each
+        may lie elsewhere."""
         if self.problem.is_paged:
             return PAGE_BOX if self.problem.has_page_size else 0
         return self.tile.tile_n
@@ -92,7 +115,7 @@ class WarpgroupTraits(WorkTraits):
     def _sizes(self) -> tuple[int, int, int]:
         """Bytes of a tile of queries, keys and values."""
         tokens = [panels_bytes(row_bytes, self.tile.tile_n) for row_bytes in self.row_bytes]
-        return panels_bytes(self.row_bytes[0], self.tile.tile_m), *tokens
+        return panels_bytes(self.row_bytes.key, self.tile.tile_m), *tokens
 
     @property
     def _token_bytes(self) -> int:
@@ -115,8 +138,8 @@ class WarpgroupTraits(WorkTraits):
 
     @property
     def ahead_bytes(self) -> int:
-        """Fields of the next work tiles, by copying warp; nothing where finding them takes no search."""
-        return COPY_WARPS * FIELDS_AHEAD * FIELDS_BYTES if self.problem.packs_queries else 0
+        """Fields of the next work tiles, by producer warp; nothing where finding them takes no search."""
+        return PRODUCER_WARPS * FIELDS_AHEAD * FIELDS_BYTES if self.problem.packs_queries else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -156,7 +179,8 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
 
 
 def _most_keys(problem: Problem) -> int:
-    """Of a tile of three warpgroups: sums of results take half a register a lane for each column, scores and weights 3/4 for each key."""
+    """Of a tile of three warpgroups: sums of results take half a register a lane for each column, scores and weights
+    3/4 for each key."""
     room = (PAGED_TILE_REGISTERS if problem.is_paged else TILE_REGISTERS) - problem.v_dim // 2
     most = MAX_TILE_KEYS
     if problem.has_softcap and problem.has_left:

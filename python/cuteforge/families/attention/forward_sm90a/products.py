@@ -1,4 +1,5 @@
-"""A warpgroup's products: scores of its queries with a tile of keys, sums of the values by their weights, and the turns at which they start."""
+"""A warpgroup's products: scores of its queries with a tile of keys, sums of the values by their weights, and the order
+in which they start."""
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, cute
@@ -7,59 +8,59 @@ from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import left_operand
 from cuteforge.device.mma_sm90 import ColumnOperand, RowOperand, commit_group, multiply, start_group
 from cuteforge.device.traced import TraceConstant
-from cuteforge.families.attention.forward_sm90a.config import WARPGROUP, WarpgroupTraits
+from cuteforge.families.attention.forward_sm90a.config import WARPGROUP, Barrier, WarpgroupTraits
 from cuteforge.runtime.arch import WARP
 
-TURN_BARRIER = 1  # the first of the named barriers by which warpgroups take turns
 EARLY_COLS = 256
-TURN_THREADS = 2 * WARPGROUP * WARP  # of the warpgroup that waits and of the one that passes its turn
+PING_PONG_THREADS = 2 * WARPGROUP * WARP  # of the warpgroup that waits and of the one before it, which arrives
 
 
-class Turns(TraceConstant):
-    """Products of one warpgroup at a time, so that the softmax of the others runs beside them."""
+class PingPong(TraceConstant):
+    """Ping-pong of the warpgroups: one at a time starts products, so that the softmax of the others runs beside
+    them."""
 
     def __init__(self, warpgroups: int, warpgroup):
         self.warpgroups, self.warpgroup = warpgroups, warpgroup
 
     @cute.jit
     def begin(self):
-        """The first warpgroup has the first turn."""
+        """The first warpgroup starts first."""
         if self.warpgroup == self.warpgroups - 1:
-            self.pass_on()
+            self.arrive()
 
     def wait(self) -> None:
-        cute.arch.barrier(barrier_id=TURN_BARRIER + self.warpgroup, number_of_threads=TURN_THREADS)
+        cute.arch.barrier(barrier_id=Barrier.PING_PONG + self.warpgroup, number_of_threads=PING_PONG_THREADS)
 
-    def pass_on(self) -> None:
+    def arrive(self) -> None:
         after = select(self.warpgroup == self.warpgroups - 1, Int32(0), self.warpgroup + 1)
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=TURN_THREADS)
+        cute.arch.barrier_arrive(barrier_id=Barrier.PING_PONG + after, number_of_threads=PING_PONG_THREADS)
 
 
 class Products(TraceConstant):
     """Starts groups of products; who reads the sums waits for their group first."""
 
-    def __init__(self, traits: WarpgroupTraits, dtype, turns: Turns):
-        self.traits, self.dtype, self.turns = traits, dtype, turns
+    def __init__(self, traits: WarpgroupTraits, dtype, ping_pong: PingPong):
+        self.traits, self.dtype, self.ping_pong = traits, dtype, ping_pong
 
-    def scores(self, queries, keys, rS, ends_turn: bool = False) -> None:
+    def scores(self, queries, keys, rS, hands_over: bool = False) -> None:
         """rS = queries @ keys^T, matrices at addresses of shared memory."""
         left, right = RowOperand(queries, self.traits.tile.tile_m), RowOperand(keys, self.traits.tile.tile_n)
         lefts = [(left.descriptor(step),) for step in range(self.traits.k_steps)]
-        self._start(rS, [Float32(0.0)] * (rS.shape[1] * 4), lefts, right, False, ends_turn)
+        self._start(rS, [Float32(0.0)] * (rS.shape[1] * 4), lefts, right, False, hands_over)
 
-    def values(self, rP, values, rO, ends_turn: bool = False) -> None:
+    def values(self, rP, values, rO, hands_over: bool = False) -> None:
         """rO += weights @ values."""
         lefts = [tuple(rP[0, step, i] for i in range(4)) for step in range(rP.shape[1])]
-        self._start(rO, values_of(rO), lefts, ColumnOperand(values, self.traits.tile.tile_n), True, ends_turn)
+        self._start(rO, values_of(rO), lefts, ColumnOperand(values, self.traits.tile.tile_n), True, hands_over)
 
-    def _start(self, rX, sums: list, lefts: list, right, transposed: bool, ends_turn: bool) -> None:
+    def _start(self, rX, sums: list, lefts: list, right, transposed: bool, hands_over: bool) -> None:
         start_group()
-        # A turn is passed on when products of EARLY_COLS columns are still to come: 128 cycles, in which the next
-        # warpgroup gets ready.
+        # The next warpgroup may start when products of EARLY_COLS columns are still to come: 128 cycles, in which it
+        # gets ready.
         early = min(-(-EARLY_COLS // (len(sums) * 2)), len(lefts))
         for step, left in enumerate(lefts):
-            if ends_turn and step == len(lefts) - early:
-                self.turns.pass_on()
+            if hands_over and step == len(lefts) - early:
+                self.ping_pong.arrive()
             sums = multiply(self.dtype, left, right.descriptor(step), sums, transposed)
         commit_group()
         set_registers(rX, sums)

@@ -1,4 +1,4 @@
-"""The work tiles that a CTA goes through, and how a copying warp finds out what they are."""
+"""The work tiles that a CTA goes through, and how a producer warp finds out what they are."""
 
 from typing import Any, NamedTuple
 
@@ -41,28 +41,29 @@ class Schedule(TraceConstant):
         self.counts, self.ahead, self.lane = counts, ahead, lane
 
     def first(self) -> Position:
-        """A CTA that is first in one round of work tiles is last in the next: in the order of their lengths all then have about as much to do."""
+        """A CTA that is first in one round of work tiles is last in the next: in the order of their lengths all then
+        have about as much to do."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return Position(Int32(cta), Int32(2 * (ctas - 1 - cta) + 1), Int32(2 * cta + 1), Int32(0))
 
-    def after(self, at: Position) -> Position:
-        return Position(at.index + at.step, at.step_after, at.step, at.number + 1)
+    def after(self, position: Position) -> Position:
+        return Position(position.index + position.step, position.step_after, position.step, position.number + 1)
 
-    def has(self, at: Position):
+    def has(self, position: Position):
         """Whether there is a work tile at a position."""
-        return at.index < self.counts.work_tiles
+        return position.index < self.counts.work_tiles
 
-    def look_up(self, at: Position) -> WorkTile:
+    def look_up(self, position: Position) -> WorkTile:
         """Once for each, in order, by all lanes of the warp."""
         if self.ahead is None:
-            return WorkTile.at(self.counts, at.index, self.lane)
-        return WorkTile.of_fields(self.counts, self._fields(*at))
+            return WorkTile.at(self.counts, position.index, self.lane)
+        return WorkTile.of_fields(self.counts, self._fields(*position))
 
     @cute.jit
     def _fields(self, index: Int32, step: Int32, step_after: Int32, number: Int32):
-        slot = number % FIELDS_AHEAD
-        if slot == 0:
+        index_ahead = number % FIELDS_AHEAD
+        if index_ahead == 0:
             cute.arch.sync_warp()  # the fields of the work tile before have been read
             mine = index + self.lane // 2 * (step + step_after) + self.lane % 2 * step
             if self.lane < FIELDS_AHEAD and mine < self.counts.work_tiles:
@@ -70,8 +71,8 @@ class Schedule(TraceConstant):
                 for i, value in enumerate(WorkTile.at(self.counts, mine).fields()):
                     words[i] = Uint32(value)
             cute.arch.sync_warp()
-        words = self._words(slot)
-        return tuple(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields)))
+        words = self._words(index_ahead)
+        return TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))))
 
-    def _words(self, slot):
-        return smem_words(self.ahead + slot * FIELDS_BYTES, FIELDS_BYTES // 4)
+    def _words(self, index_ahead):
+        return smem_words(self.ahead + index_ahead * FIELDS_BYTES, FIELDS_BYTES // 4)

@@ -1,4 +1,5 @@
-"""Tiles of the keys, or of the values, on their way to shared memory: by TMA in boxes of adjacent rows, or row by row."""
+"""Tiles of the keys, or of the values, on their way to shared memory: by TMA in boxes of adjacent rows, or row by
+row."""
 
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from cuteforge.device.swizzled_rows import CHUNK_BYTES, LINE_CHUNKS
 from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.buffers import VALUES
+from cuteforge.families.attention.keys.source import PageToken
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
@@ -27,13 +29,13 @@ class Tail(NamedTuple):
 
     Attributes:
         stage: where it is, `NONE` if there is no such tile.
-        left: rows from its first one on that exist.
-        there: bits of its boxes that are in memory.
+        num_rows: from its first one on that exist.
+        boxes: bits of those that are in memory.
     """
 
     stage: Int32
-    left: Int32
-    there: Int32
+    num_rows: Int32
+    boxes: Int32
 
 
 class TileBoxes(TraceConstant):
@@ -56,79 +58,85 @@ class TileBoxes(TraceConstant):
     def look_up(self, work: WorkTile, tile):
         """Where the boxes of a tile of pages start, one for each lane, for `copy`."""
         if not self.is_paged:
-            return Int32(0), Int32(0)
+            return PageToken(Int32(0), Int32(0))
         end = select(self.lane < self.boxes, work.k_len, Int32(0))
         return work.source().look_up(tile * self.tile_n + self.lane * self.copies.rows, end)
 
     @cute.jit
-    def copy(self, work: WorkTile, stages: Stages, stage: Int32, tile: Int32, found: tuple, before: Tail):
+    def copy(self, work: WorkTile, stages: Stages, stage: Int32, tile: Int32, found: PageToken, before: Tail):
         """Start filling a stage. Returns its tail, which `finish` takes before the next call: `before` is done with."""
-        target, full, token = stages.address(stage), stages.full(stage), tile * self.tile_n
-        tail_stage, left, there = Int32(NONE), work.k_len - token, Int32(1)
+        target, full, token = stages.address(stage), stages.full_barrier(stage), tile * self.tile_n
+        tail_stage, num_rows, boxes = Int32(NONE), work.k_len - token, Int32(1)
         if cutlass.const_expr(self.is_paged):
-            there = cute.arch.vote_ballot_sync(work.source().has_page(found[0]))
-        is_whole = there == Int32(ALL >> (WARP - self.boxes))
+            boxes = cute.arch.vote_ballot_sync(work.source().has_page(found.page))
+        is_whole = boxes == Int32(ALL >> (WARP - self.boxes))
         if cutlass.const_expr(self.loaded is not None):
-            is_whole = is_whole & (left >= self.tile_n)
+            is_whole = is_whole & (num_rows >= self.tile_n)
         if cutlass.const_expr(self.loaded is None and not self.is_paged):
             self._load(work, target, full, token, found)
         elif is_whole:
             self._load(work, target, full, token, found)
         elif cutlass.const_expr(self.loaded is not None):
-            self._load(work, target, self.loaded, token, found, there)
+            self._load(work, target, self.loaded, token, found, boxes)
             tail_stage = stage
         else:
-            self._load(work, target, full, token, found, there)
-        return Tail(tail_stage, left, there)
+            self._load(work, target, full, token, found, boxes)
+        return Tail(tail_stage, num_rows, boxes)
 
     def end_work(self, stages: Stages, tail: Tail) -> Tail:
         return tail
 
     @cute.jit
-    def finish(self, stages: Stages, tail: Tail, loaded_parity: Int32):
-        """Wait for a tile that has a tail, and zero it. Returns the parity of `loaded` after it.
+    def finish(self, stages: Stages, tail: Tail, loaded_phase: Int32):
+        """Wait for a tile that has a tail, and zero it. Returns the phase of `loaded` after it.
 
         Later than the copy, so that what comes next is looked for while it is on its way: of 1024 requests of 32 keys
             each one has a tail.
         """
         if tail.stage != NONE:
-            cute.arch.mbarrier_wait(self.loaded, loaded_parity)
-            loaded_parity = loaded_parity ^ 1
-            self._clear(stages.address(tail.stage), tail.left, tail.there)
+            cute.arch.mbarrier_wait(self.loaded, loaded_phase)
+            loaded_phase = loaded_phase ^ 1
+            self._clear(stages.address(tail.stage), tail.num_rows, tail.boxes)
             see_copies()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(stages.full(tail.stage))
-        return loaded_parity
+                cute.arch.mbarrier_arrive(stages.full_barrier(tail.stage))
+        return loaded_phase
 
     @cute.jit
     def _load(
-        self, work: WorkTile, target: Int32, barrier: cute.Pointer, token: Int32, found: tuple, there: Int32 | None = None
-    ):  # fmt: skip
-        """Start copying the boxes of a tile, all of them if it is not said which are `there`."""
-        copies, is_whole = self.copies, there is None
-        copies.expect(barrier, self.boxes if is_whole else cute.arch.popc(there))
+        self,
+        work: WorkTile,
+        target: Int32,
+        barrier: cute.Pointer,
+        token: Int32,
+        found: PageToken,
+        boxes: Int32 | None = None,
+    ):
+        """Start copying the boxes of a tile, all of them if it is not said which of them are in memory."""
+        copies, is_whole = self.copies, boxes is None
+        copies.expect(barrier, self.boxes if is_whole else cute.arch.popc(boxes))
         if cutlass.const_expr(not self.is_paged):
-            place = (work.head, work.batch) if cutlass.const_expr(len(work.ops.mK.shape) == 4) else (work.head,)
-            copies.copy(target, barrier, work.first_key + token, place)
+            outer = (work.head, work.batch) if cutlass.const_expr(len(work.ops.mK.shape) == 4) else (work.head,)
+            copies.copy(target, barrier, work.first_key + token, outer)
         else:
-            # four at a time where registers allow: with a window, a cap and sinks the copying warps spill 8 bytes then
+            # four at a time where registers allow: with a window, a cap and sinks the producer warps spill 8 bytes then
             # (ptxas of CUDA 12)
             at_once = 2 if work.traits.problem.has_options else 4
             for box in cutlass.range(self.boxes, unroll=at_once if is_whole else 1):
-                page, slot = (cute.arch.shuffle_sync(x, box) for x in found)
+                page, page_token = (cute.arch.shuffle_sync(x, box) for x in found)
                 if cutlass.const_expr(is_whole):
-                    copies.copy(target + box * (copies.rows * PANEL_ROW_BYTES), barrier, slot, (work.head, page))
-                elif (there >> box) & 1 != 0:
-                    copies.copy(target + box * (copies.rows * PANEL_ROW_BYTES), barrier, slot, (work.head, page))
+                    copies.copy(target + box * (copies.rows * PANEL_ROW_BYTES), barrier, page_token, (work.head, page))
+                elif (boxes >> box) & 1 != 0:
+                    copies.copy(target + box * (copies.rows * PANEL_ROW_BYTES), barrier, page_token, (work.head, page))
 
     @cute.jit
-    def _clear(self, target: Int32, left: Int32, there: Int32):
-        """Zero the rows from the `left`-th on, and those of boxes that are not there."""
+    def _clear(self, target: Int32, num_rows: Int32, boxes: Int32):
+        """Zero the rows past `num_rows`, and those of boxes that are not in memory."""
         copies, at_once = self.copies, WARP // LINE_CHUNKS
-        begin = 0 if self.is_paged else left // at_once * at_once
+        begin = 0 if self.is_paged else num_rows // at_once * at_once
         for row in cutlass.range(begin + self.lane // LINE_CHUNKS, self.tile_n, at_once, unroll=1):
-            if row >= left or (there >> (row // copies.rows)) & 1 == 0:
+            if row >= num_rows or (boxes >> (row // copies.rows)) & 1 == 0:
                 for panel in cutlass.range_constexpr(num_panels(copies.row_bytes)):
                     line = target + (panel * panels_bytes(PANEL_ROW_BYTES, self.tile_n) + row * PANEL_ROW_BYTES)
                     smem_words(line + self.lane % LINE_CHUNKS * CHUNK_BYTES, CHUNK_BYTES // 4).fill(0)
@@ -152,16 +160,17 @@ class TileRows(TraceConstant):
 
     def look_up(self, work: WorkTile, tile):
         """Nothing: the rows are looked up when they are copied, beside the copies of the tile before."""
-        return Int32(0), Int32(0)
+        return PageToken(Int32(0), Int32(0))
 
     @cute.jit
-    def copy(self, work: WorkTile, stages: Stages, stage: Int32, tile: Int32, found: tuple, before: Tail):
-        """Start filling a stage; rows that do not exist become zeros. Returns what is on its way, which counts as there when the next tile is."""
+    def copy(self, work: WorkTile, stages: Stages, stage: Int32, tile: Int32, found: PageToken, before: Tail):
+        """Start filling a stage; rows that do not exist become zeros. Returns what is on its way, which counts as there
+        when the next tile is."""
         source = work.source()
         for first, rows in self._parts():
-            places = self.copier.look_up(source, tile * self.tile_n + first, rows, work.k_len)
+            looked_up = self.copier.look_up(source, tile * self.tile_n + first, rows, work.k_len)
             self.copier.copy(
-                stages.address(stage), self.tile_n, first, rows, self.row_bytes, source.addresses(places)[self.which]
+                stages.address(stage), self.tile_n, first, rows, self.row_bytes, source.addresses(looked_up)[self.which]
             )
         cute.arch.cp_async_commit_group()
         self._arrive(stages, before, 1)
@@ -173,16 +182,17 @@ class TileRows(TraceConstant):
         self._arrive(stages, tail, 0)
         return no_tail()
 
-    def finish(self, stages: Stages, tail: Tail, loaded_parity):
-        return loaded_parity
+    def finish(self, stages: Stages, tail: Tail, loaded_phase):
+        return loaded_phase
 
     @cute.jit
     def _arrive(self, stages: Stages, tail: Tail, after: cutlass.Constexpr):
-        """Say that a tile is there, once it is; `after` it have been started since. Here is the fence, so that the warps that multiply have none."""
+        """Say that a tile is there, once it is; `after` it have been started since. Here is the fence, so that the
+        consumer warps have none."""
         if tail.stage != NONE:
             cute.arch.cp_async_wait_group(after)
             see_copies()
-            cute.arch.mbarrier_arrive(stages.full(tail.stage))
+            cute.arch.mbarrier_arrive(stages.full_barrier(tail.stage))
 
 
 def no_tail() -> Tail:

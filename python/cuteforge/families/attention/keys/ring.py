@@ -1,8 +1,8 @@
 """Tiles of tokens on their way through shared memory: a ring of stages that a few warps fill and read.
 
 A tile has a row of two matrices for each token: its key and its value, or whatever else a source gives the addresses
-of. A lane copies the same chunk of rows a constant distance apart: its place in the first one is computed once, and the
-others are a few bits away.
+of. A lane copies the same chunk of rows a constant distance apart: its address in the first one is computed once, and
+the others are a few bits away.
 """
 
 import cutlass
@@ -14,6 +14,7 @@ from cuteforge.device.row_lanes import NOWHERE, RowLanes
 from cuteforge.device.swizzled_rows import CHUNK_BYTES
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.keys.ring_shape import RingShape
+from cuteforge.families.attention.keys.source import PageToken
 from cuteforge.runtime.arch import WARP
 
 
@@ -23,7 +24,7 @@ class TokenRing(TraceConstant):
     Args:
         shape: its sizes.
         base: shared-memory byte address.
-        warp, lane: place among the warps.
+        warp, lane: which of those warps, and which lane.
         source: of one head of one request; its tokens before `end` exist. See `keys/source.py`.
         hint: for the copies, or None.
     """
@@ -36,8 +37,9 @@ class TokenRing(TraceConstant):
 
     @cute.jit
     def clear_pads(self):
-        """Zero the columns of the first matrix that only fill an operand: they meet zeros of the query, and a NaN there would count."""
-        shape, rows = self.shape, self.shape.rows[0]
+        """Zero the columns of the first matrix that only fill an operand: they meet zeros of the query, and a NaN there
+        would count."""
+        shape, rows = self.shape, self.shape.rows.first
         if cutlass.const_expr(rows.filled_chunks < rows.chunks):
             for i in cutlass.range(
                 self.warp * WARP + self.lane, shape.num_stages * shape.tile_rows, shape.num_warps * WARP
@@ -47,7 +49,8 @@ class TokenRing(TraceConstant):
                 pad.fill(0)
 
     def stage_of(self, number: Int32) -> Int32:
-        """The stage of the tile that is copied as the `number`-th: worked out, for a counter of its own would be a register more."""
+        """The stage of the tile that is copied as the `number`-th: worked out, for a counter of its own would be a
+        register more."""
         return Int32(Uint32(number) % self.shape.num_stages)
 
     @cute.jit
@@ -59,7 +62,7 @@ class TokenRing(TraceConstant):
             row = self.lanes.looked_up()
             end = select(row < shape.tile_rows, self.end, Int32(0))
             return self.source.look_up(tile * shape.tile_rows + row, end)
-        return Int32(0), Int32(0)
+        return PageToken(Int32(0), Int32(0))
 
     @cute.jit
     def issue(self, tile: Int32, stage: Int32, looked_up):
@@ -102,8 +105,8 @@ class TokenRing(TraceConstant):
             chunks = rows.filled_chunks
             source = address + Int64(chunk * CHUNK_BYTES)
             for first in cutlass.range_constexpr(0, chunks, shape.lanes_per_row):
-                place = rows.along(target, first)
+                smem_address = rows.along(target, first)
                 if cutlass.const_expr(first + shape.lanes_per_row <= chunks):
-                    cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)
+                    cp_async(smem_address, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)
                 elif chunk < chunks - first:
-                    cp_async(place, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)
+                    cp_async(smem_address, source + first * CHUNK_BYTES, CHUNK_BYTES, wanted, self.hint)

@@ -1,9 +1,17 @@
 """Sizes of a ring of tiles in shared memory, each of rows of two matrices. Pure Python: no cutlass."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from cuteforge.device.swizzled_rows import SwizzledRows, lanes_of_row
 from cuteforge.runtime.arch import WARP
+
+
+class Matrices(NamedTuple):
+    """Something of each of the two matrices of a ring: of the keys, and of the values."""
+
+    first: Any
+    second: Any
 
 
 @dataclass(frozen=True)
@@ -22,15 +30,14 @@ class RingShape:
     num_warps: int
 
     @property
-    def rows(self) -> tuple[SwizzledRows, SwizzledRows]:
+    def rows(self) -> Matrices:
         """How the rows of the first and of the second matrix lie."""
-        first, second = map(SwizzledRows, self.row_bytes)
-        return first, second
+        return Matrices(*map(SwizzledRows, self.row_bytes))
 
     @property
-    def offsets(self) -> tuple[int, int]:
+    def offsets(self) -> Matrices:
         """Where the matrices of a stage start."""
-        return 0, self.tile_rows * self.rows[0].pitch_bytes
+        return Matrices(0, self.tile_rows * self.rows.first.pitch_bytes)
 
     @property
     def stage_bytes(self) -> int:

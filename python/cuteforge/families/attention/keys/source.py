@@ -5,6 +5,8 @@ a page number up, which takes a memory latency. So lanes share the work, a row o
 shuffle, and `look_up` a tile before they ask for `addresses`: only those wait for what is read.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
@@ -14,7 +16,25 @@ from cuteforge.device.swizzled_rows import CHUNK_BYTES
 from cuteforge.device.traced import TraceConstant
 
 NO_PAGE = -1
-NEW_SLOT = -1  # of the token that stands apart
+NEW_TOKEN = -1  # instead of a token of a page: the one that is appended
+
+
+class PageToken(NamedTuple):
+    """Where a token is in a pool: its page, and its number within the page."""
+
+    page: Any
+    token: Any
+
+
+class Pool(NamedTuple):
+    """The keys, or the values, of one head in all pages: the address of the first, and byte strides."""
+
+    base: Any
+    page_stride: Any
+    token_stride: Any
+
+    def address(self, found: PageToken):
+        return self.base + Int64(found.page) * self.page_stride + Int64(found.token) * self.token_stride
 
 
 class StridedKV(TraceConstant):
@@ -48,66 +68,65 @@ class PagedKV(TraceConstant):
     Args:
         mK, mV: (P, ps, Hkv, D), or (P, Hkv, D) for pages of one token.
         mTable: (R, C) page numbers; `row` is the request's.
-        by_page: divisor by the tokens of a page, None for one: every token is looked up, and a division takes as long
-            as the look-up.
+        page_divisor: divisor by the tokens of a page, None for one: every token is looked up, and a division takes as
+            long as the look-up.
         new: addresses of a key and a value that stand for token `new_token`, or None.
     """
 
     has_lookup = True
 
     def __init__(
-        self, mK: cute.Tensor, mV: cute.Tensor, mTable: cute.Tensor, row, head, by_page, new=None, new_token=None
+        self, mK: cute.Tensor, mV: cute.Tensor, mTable: cute.Tensor, row, head, page_divisor, new=None, new_token=None
     ):
-        self.mTable, self.row, self.by_page = mTable, row, by_page
+        self.mTable, self.row, self.page_divisor = mTable, row, page_divisor
         self.num_pages = mK.shape[0]
         self.row_chunks = [m.shape[len(m.shape) - 1] * _element_bytes(m) // CHUNK_BYTES for m in (mK, mV)]
-        is_flat = by_page is None
-        place = (0, head) if is_flat else (0, 0, head)
+        is_flat = page_divisor is None
+        first = (0, head) if is_flat else (0, 0, head)
         self.pools = [
-            (row_address(m, place), _byte_stride(m, 0), Int64(0) if is_flat else _byte_stride(m, 1)) for m in (mK, mV)
+            Pool(row_address(m, first), _byte_stride(m, 0), Int64(0) if is_flat else _byte_stride(m, 1))
+            for m in (mK, mV)
         ]
         self.new, self.new_token = new, new_token
 
     @cute.jit
     def look_up(self, token: Int32, end: Int32):
-        """(page, slot in it) of a token, for `addresses`; NO_PAGE if it is not before `end`."""
-        page, slot = self._find(token, end)
+        """Where a token is, for `addresses`; in NO_PAGE if it is not before `end`."""
+        page, page_token = self._find(token, end)
         if cutlass.const_expr(self.new is not None):
             if token == self.new_token and token < end:
-                slot = Int32(NEW_SLOT)
-        return page, slot
+                page_token = Int32(NEW_TOKEN)
+        return PageToken(page, page_token)
 
     @cute.jit
     def _find(self, token: Int32, end: Int32):
-        page, slot = Int32(NO_PAGE), Int32(0)
+        page, page_token = Int32(NO_PAGE), Int32(0)
         if token < end and token >= 0:
             index = token
-            if cutlass.const_expr(self.by_page is not None):
-                index, slot = divmod(token, self.by_page)
+            if cutlass.const_expr(self.page_divisor is not None):
+                index, page_token = divmod(token, self.page_divisor)
             page = self.mTable[self.row, index]
-        return page, slot
+        return PageToken(page, page_token)
 
     def has_page(self, page):
         """Whether a page is in the pool."""
         return (page >= 0) & (page < self.num_pages)
 
     @cute.jit
-    def addresses(self, found: tuple):
-        """Byte addresses of the key and the value of a token that was looked up; NOWHERE for both if its page is not in the pool."""
+    def addresses(self, found: PageToken):
+        """Byte addresses of the key and the value of a token that was looked up; NOWHERE for both if its page is not in
+        the pool."""
         k_address, v_address = self._in_pool(found)
         if cutlass.const_expr(self.new is not None):
-            if found[1] == NEW_SLOT:
+            if found.token == NEW_TOKEN:
                 k_address, v_address = self.new
         return k_address, v_address
 
     @cute.jit
-    def _in_pool(self, found: tuple):
+    def _in_pool(self, found: PageToken):
         k_address, v_address = Int64(NOWHERE), Int64(NOWHERE)
-        page, slot = found
-        if self.has_page(page):
-            (k_base, k_page, k_slot), (v_base, v_page, v_slot) = self.pools
-            k_address = k_base + Int64(page) * k_page + Int64(slot) * k_slot
-            v_address = v_base + Int64(page) * v_page + Int64(slot) * v_slot
+        if self.has_page(found.page):
+            k_address, v_address = (pool.address(found) for pool in self.pools)
         return k_address, v_address
 
     @cute.jit

@@ -46,21 +46,41 @@ def signature_of(rank: int) -> Signature:
 
 
 class MergeState(APIBase):
-    """Joins the results of attention over two disjoint sets of keys into that over both.
+    """Joins the results of attention over two disjoint sets of keys into the result over both.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * o_a + exp(lse_b - lse) * o_b`` (the online
+    softmax of arXiv 1805.02867).
 
     Dims: B batch, L query tokens, T packed tokens, H heads, D = 8, 16, ... 256.
 
     Args:
-        o_a, o_b, out: ``(B, L, H, D)`` or ``(T, H, D)`` bf16, fp16 or fp32, one dtype. Any strides; last dim contiguous, rows 16-byte aligned.
-        lse_a, lse_b, lse: ``(B, H, L)`` or ``(H, T)`` fp32, natural log; last dim contiguous.
+        o_a, o_b, out: ``(B, L, H, D)`` or ``(T, H, D)``; bf16, fp16 or fp32, all of one dtype. Any strides, if the last
+            dim is contiguous and every row starts at a multiple of 16 bytes.
+        lse_a, lse_b, lse: ``(B, H, L)`` or ``(H, T)`` fp32, natural logarithms; the last dim is contiguous.
 
-    `out` may be `o_a`, and `lse` `lse_a`, to add to a running result; they overlap nothing otherwise. A part whose lse is -inf has seen no key:
-    the other stays as it is, and what the part holds, NaN too, does not matter. Two such parts give 0 and -inf.
-    All sizes but D may differ from call to call without compiling again.
+    `out` may be `o_a`, and `lse` may be `lse_a`, to add to a running result. They overlap nothing else. A part whose
+    lse is -inf has seen no key: the other part stays as it is, and what the empty part holds does not matter, NaN
+    included. Two empty parts give 0 and -inf. All sizes but D may differ from call to call without compiling again.
 
     ``execute(o_a, lse_a, o_b, lse_b, out, lse, stream=None)`` writes all of `out` and `lse`.
 
-    Numerics: fp32, the weights normalised before they are used, one rounding at the store.
+    Numerics: fp32; the weights are normalised before they are used, and the result is rounded once.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a head dim or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import MergeState
+        >>> o_a, o_b = torch.randn(2, 8, 4, 64, device="cuda")  # 8 tokens of 4 heads
+        >>> lse_a, lse_b = torch.zeros(2, 4, 8, device="cuda")  # both sets of keys weigh the same
+        >>> out, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
+        >>> op = MergeState(o_a, lse_a, o_b, lse_b, out, lse).compile()
+        >>> op.signature.names
+        ('o_a', 'lse_a', 'o_b', 'lse_b', 'out', 'lse')
+        >>> op.execute(o_a, lse_a, o_b, lse_b, out, lse)
+        >>> torch.testing.assert_close(out, (o_a + o_b) / 2)
     """
 
     def __init__(self, o_a: Sample, lse_a: Sample, o_b: Sample, lse_b: Sample, out: Sample, lse: Sample) -> None:
@@ -88,7 +108,8 @@ class MergeState(APIBase):
 def merge_state(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, *, stream: Stream | None = None
 ) -> TupleDict:
-    """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and numerics.
+    """Join the results of attention over two disjoint sets of keys; see `MergeState` for the operation, shapes and
+    numerics.
 
     Args:
         o_a, o_b: ``(B, L, H, D)`` or ``(T, H, D)``.
@@ -97,14 +118,26 @@ def merge_state(
             choice under torch.compile.
 
     Returns:
-        ``TupleDict(out, lse)``, shapes and dtypes of o_a and lse_a.
+        ``TupleDict(out, lse)``: new tensors with the shapes and dtypes of o_a and lse_a.
 
     If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
     falls back to another implementation.
 
     Raises:
-        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument. Nothing was launched.
+        ContractError: the arguments contradict each other, or one requires grad in grad mode; names the argument.
+            Nothing was launched.
         UnsupportedError: a head dim or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import gqa_decode_wrapper, merge_state
+        >>> q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+        >>> k, v = torch.randn(2, 2, 256, 8, 128, device="cuda", dtype=torch.bfloat16)
+        >>> first = gqa_decode_wrapper(q, k[:, :100], v[:, :100], return_lse=True)
+        >>> second = gqa_decode_wrapper(q, k[:, 100:], v[:, 100:], return_lse=True)
+        >>> out, lse = merge_state(*first, *second)
+        >>> bool((out - gqa_decode_wrapper(q, k, v)["out"]).abs().max() < 0.02)
+        True
     """
     results = ROAD.call((o_a, lse_a, o_b, lse_b), (), stream)
     return TupleDict(out=results[0], lse=results[1])

@@ -36,7 +36,8 @@ class MergeTraits:
 
     @property
     def lanes_per_row(self) -> int:
-        """Adjacent lanes that share a row: a power of two, so that rows do not straddle warps; narrow rows share a warp."""
+        """Adjacent lanes that share a row: a power of two, so that rows do not straddle warps; narrow rows share a
+        warp."""
         return min(1 << (self.runs - 1).bit_length(), WARP)
 
     @property

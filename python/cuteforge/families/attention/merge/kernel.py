@@ -6,10 +6,11 @@ Memory-bound: every element is read or written once, 16 bytes a lane.
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.copy import gmem_run, load_fp32, row_address
 from cuteforge.device.dtypes import DTYPES
+from cuteforge.device.fake_operands import FakeOperands
 from cuteforge.device.math import NEG_INF, div_rn, exp_accurate, fma_rn, mul_rn, rcp_rn, select
 from cuteforge.device.traced import named_kernel
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
@@ -27,15 +28,16 @@ class Merge:
     @cute.jit
     def __call__(
         self,
-        mA: cute.Tensor,
-        mLseA: cute.Tensor,
-        mB: cute.Tensor,
-        mLseB: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor,
+        mA: cute.Tensor,  # (B, L, H, D) or (T, H, D)
+        mLseA: cute.Tensor,  # (B, H, L) or (H, T)
+        mB: cute.Tensor,  # as mA
+        mLseB: cute.Tensor,  # as mLseA
+        mOut: cute.Tensor,  # as mA
+        mLse: cute.Tensor,  # as mLseA
         stream: cuda.CUstream,
     ):
-        """As many CTAs as a token has heads share `rows_per_cta` tokens: no number of rows is formed, which could pass 2**31."""
+        """As many CTAs as a token has heads share `rows_per_cta` tokens: no number of rows is formed, which could pass
+        2**31."""
         rows, heads = self.traits.rows_per_cta, mA.shape[len(mA.shape) - 2]
         tokens = mA.shape[0]
         if cutlass.const_expr(self.traits.queries == "batch"):
@@ -49,22 +51,23 @@ class Merge:
     @cute.kernel
     def kernel(
         self,
-        mA: cute.Tensor,
-        mLseA: cute.Tensor,
-        mB: cute.Tensor,
-        mLseB: cute.Tensor,
-        mOut: cute.Tensor,
-        mLse: cute.Tensor,
+        mA: cute.Tensor,  # (B, L, H, D) or (T, H, D)
+        mLseA: cute.Tensor,  # (B, H, L) or (H, T)
+        mB: cute.Tensor,  # as mA
+        mLseB: cute.Tensor,  # as mLseA
+        mOut: cute.Tensor,  # as mA
+        mLse: cute.Tensor,  # as mLseA
         tokens: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         traits, heads = self.traits, mA.shape[len(mA.shape) - 2]
         block, part = bidx // heads, bidx % heads
-        place = part * traits.rows_per_cta + tidx // traits.lanes_per_row
-        token, head = block * traits.rows_per_cta + place // heads, place % heads
+        rest = part * traits.rows_per_cta + tidx // traits.lanes_per_row
+        token, head = block * traits.rows_per_cta + rest // heads, rest % heads
         lane = tidx % traits.lanes_per_row
-        # The last CTA may have more rows than are left: those look at token 0 and write nothing, as the barrier is for whole warps.
+        # The last CTA may have more rows than are left: those look at token 0 and write nothing, as the barrier is for
+        # whole warps.
         wanted = token < tokens
         index, lse_index = self._indices(mA, select(wanted, token, Int32(0)), head)
         weight_a, weight_b, lse = weights(mLseA[lse_index], mLseB[lse_index])
@@ -105,7 +108,8 @@ def _unless_empty(value, weight):
 
 
 def weights(lse_a, lse_b):
-    """What the rows of the parts are multiplied by, and the log-sum-exp of both; 0, 0 and -inf where neither has a key."""
+    """What the rows of the parts are multiplied by, and the log-sum-exp of both; 0, 0 and -inf where neither has a
+    key."""
     largest = cute.arch.fmax(lse_a, lse_b)
     shift = Float32(select(largest == NEG_INF, Float32(0.0), largest))
     weight_a, weight_b = exp_accurate(lse_a - shift), exp_accurate(lse_b - shift)
@@ -118,24 +122,16 @@ def weights(lse_a, lse_b):
 
 
 def _log1p(x, one_plus_x):
-    """ln(1 + x) for 0 <= x <= 1, of which `one_plus_x` has lost digits: they are made up for by what is left of x in it (Kahan)."""
-    kept = one_plus_x - 1.0
-    return select(kept == 0.0, x, cute.math.log(one_plus_x) * div_rn(x, kept))
+    """ln(1 + x) for 0 <= x <= 1, of which `one_plus_x` has lost digits: they are made up for by what is left of x in it
+    (Kahan)."""
+    rounded = one_plus_x - 1.0
+    return select(rounded == 0.0, x, cute.math.log(one_plus_x) * div_rn(x, rounded))
 
 
 def build(traits: MergeTraits) -> Build:
     """The kernel for `traits`, for `runtime.compile_cache`."""
-    tokens = tuple(cute.sym_int() for _ in range({"packed": 1, "batch": 2}[traits.queries]))
-    heads = cute.sym_int()
-
-    def rows():
-        strides = tuple(cute.sym_int64(divisibility=traits.access_elems) for _ in (*tokens, heads))
-        shape = (*tokens, heads, traits.head_dim)
-        return make_fake_tensor(DTYPES[traits.dtype], shape, (*strides, 1), assumed_align=ACCESS_BYTES)
-
-    def lse():
-        shape = (*tokens[:-1], heads, tokens[-1])
-        return make_fake_tensor(Float32, shape, (*(cute.sym_int64() for _ in shape[:-1]), 1), assumed_align=4)
-
-    args = (rows(), lse(), rows(), lse(), rows(), lse(), make_fake_stream())
+    rows, lses = {"packed": ("T H D", "H T"), "batch": ("B L H D", "B H L")}[traits.queries]
+    fake = FakeOperands({"D": traits.head_dim})
+    pairs = [(fake.tensor(rows, traits.dtype, ACCESS_BYTES), fake.tensor(lses, "float32", 4)) for _ in range(3)]
+    args = (*(operand for pair in pairs for operand in pair), make_fake_stream())
     return Build(Merge(traits).__call__, args, "merge_state")

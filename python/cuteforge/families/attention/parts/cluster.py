@@ -5,6 +5,8 @@ A CTA joins the rows whose number leaves its rank when divided by the size of th
 come, and waits for these; who has sent its rows is free to end.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
@@ -17,6 +19,18 @@ from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
 COLS = 4
+
+
+class InCluster(NamedTuple):
+    """What a cluster has to do with a work tile.
+
+    Attributes:
+        joins: whether one joins its parts.
+        part: where this CTA's part then goes, a `ClusterPart`.
+    """
+
+    joins: Any
+    part: Any
 
 
 class ClusterPart(TraceConstant):
@@ -62,15 +76,15 @@ class ClusterPart(TraceConstant):
 
     def store(self, row, col, values) -> None:
         """Send four columns of a row of this CTA's part."""
-        peer, place = self._place(row)
-        self._send(self.rows + place * self.pitch_bytes + col * 4, peer, values)
+        peer, index = self._sent_to(row)
+        self._send(self.rows + index * self.pitch_bytes + col * 4, peer, values)
 
     def store_lse(self, row, lse) -> None:
-        peer, place = self._place(row)
-        self._send(self.lses + place * 4, peer, [lse])
+        peer, index = self._sent_to(row)
+        self._send(self.lses + index * 4, peer, [lse])
 
-    def _place(self, row):
-        """(the CTA that joins a row, where this CTA's part of it is there)."""
+    def _sent_to(self, row):
+        """(the CTA that joins a row, index of this CTA's part of it among the rows there)."""
         row = row - self.work.first_row
         peer = row & ((Int32(1) << self.log_size) - 1)
         return peer, self.rank * self.rows_each + (row >> self.log_size)
@@ -84,9 +98,9 @@ class ClusterPart(TraceConstant):
         tile, runs = self.traits.tile, self.traits.problem.v_dim // COLS
         wait_for_bytes(self.barrier)
         for i in cutlass.range(thread, self._own_rows() * runs, WARP * tile.num_warps, unroll=1):
-            place, col = i // runs, i % runs * COLS
-            row = self.work.first_row + (place << self.log_size) + self.rank
-            lses, values = self._parts_of(place, col)
+            index, col = i // runs, i % runs * COLS
+            row = self.work.first_row + (index << self.log_size) + self.rank
+            lses, values = self._parts_of(index, col)
             if cutlass.const_expr(self.traits.problem.has_sinks):
                 # one more part, of zeros
                 lses.append(self.work.sink(row))
@@ -99,15 +113,16 @@ class ClusterPart(TraceConstant):
                 if col == 0:
                     store_lse(self.work, row, joined_lse(largest, total))
 
-    def _parts_of(self, place, col) -> tuple:
-        """(log-sum-exps, four columns) of a row from each CTA; past the last CTA of a smaller cluster its part again, with the weight 0."""
+    def _parts_of(self, index, col) -> tuple:
+        """(log-sum-exps, four columns) of a row from each CTA; past the last CTA of a smaller cluster its part again,
+        with the weight 0."""
         last = (Int32(1) << self.log_size) - 1
         lses, values = [], []
         for peer in range(self.traits.cluster):
-            at = cutlass.min(Int32(peer), last) * self.rows_each + place
-            lse = smem_floats(self.lses + at * 4, 1)[0]
+            sent = cutlass.min(Int32(peer), last) * self.rows_each + index
+            lse = smem_floats(self.lses + sent * 4, 1)[0]
             lses.append(Float32(select(peer <= last, lse, Float32(NEG_INF))))
-            run = smem_floats(self.rows + at * self.pitch_bytes + col * 4, COLS)
+            run = smem_floats(self.rows + sent * self.pitch_bytes + col * 4, COLS)
             values.append([run[c] for c in range(COLS)])
         return lses, values
 
@@ -137,8 +152,8 @@ def peer_address(address, rank):
 
 def send(address, values: list, barrier) -> None:
     """Store one or four fp32 in the shared memory of a CTA of the cluster, whose barrier there counts their bytes."""
-    places = [f"{{$r{i + 2}}}" for i in range(len(values))]
-    vector, run = ("", places[0]) if len(values) == 1 else (f".v{len(values)}", f"{{{', '.join(places)}}}")
+    operands = [f"{{$r{i + 2}}}" for i in range(len(values))]
+    vector, run = ("", operands[0]) if len(values) == 1 else (f".v{len(values)}", f"{{{', '.join(operands)}}}")
     cute.arch.inline_ptx(
         f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.f32 [{{$r0}}], {run}, [{{$r1}}];",
         read_only_args=[address, barrier, *values],

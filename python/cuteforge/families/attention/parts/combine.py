@@ -31,12 +31,12 @@ class Combine:
         self.traits = traits
 
     @cute.jit
-    def launch(self, given: tuple, by: Divisors, plan: SplitPlan, counts: Counts, stream: cuda.CUstream):
-        rows = cutlass.min(counts.tokens * counts.group, self.traits.tile.tile_m)
+    def launch(self, given: tuple, divisors: Divisors, plan: SplitPlan, counts: Counts, stream: cuda.CUstream):
+        rows = cutlass.min(counts.tokens * counts.group_size, self.traits.tile.tile_m)
         crossings = counts.requests * counts.row_tiles
         if plan.pieces == 0:
             crossings = cutlass.min(crossings, plan.splits)
-        self.kernel(given, by, fast_divisor(rows), plan).launch(
+        self.kernel(given, divisors, fast_divisor(rows), plan).launch(
             grid=(crossings * counts.kv_heads * rows, 1, 1),
             block=(WARP * NUM_WARPS, 1, 1),
             stream=stream,
@@ -44,13 +44,13 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, given: tuple, by: Divisors, by_rows, plan: SplitPlan):
+    def kernel(self, given: tuple, divisors: Divisors, rows_divisor, plan: SplitPlan):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         lane, warp = tidx % WARP, tidx // WARP
-        counts = Counts(self.traits, Operands(*given), by)
-        index, row = divmod(bidx, by_rows)
-        number, head = divmod(index, counts.by.heads)
+        counts = Counts(self.traits, Operands(*given), divisors)
+        index, row = divmod(bidx, rows_divisor)
+        number, head = divmod(index, counts.divisors.heads)
         batch, row_tile, first, last = Shares(counts, plan, lane).crossing(number)
         smem = cutlass.memory.SmemAllocator()
         sParts = smem.allocate_tensor(Float32, cute.make_layout((COLS + 2, WARP, NUM_WARPS)))
@@ -100,8 +100,8 @@ class Parts(TraceConstant):
 
     def load(self, i, row, col):
         """(log-sum-exp, four columns) of a row of part `i`."""
-        slot = select(i == 0, Int32(BEGUN), Int32(CONTINUED))
-        index = self.partials.index(self.first + i, self.work.head, slot, row)
+        part = select(i == 0, Int32(BEGUN), Int32(CONTINUED))
+        index = self.partials.index(self.first + i, self.work.head, part, row)
         lse = gmem_run(Float32, self.partials.lse_address(index), 1)[0]
         return lse, gmem_run(Float32, self.partials.row_address(index) + Int64(col * 4), COLS).load()
 
@@ -118,7 +118,8 @@ class Parts(TraceConstant):
 
 
 def _add(rSum: cute.Tensor, largest, total, lse, weight, values):
-    """Add `values`, a sum of weights `weight` with the largest log-sum-exp `lse`; (largest, total) after it. A part without keys adds nothing."""
+    """Add `values`, a sum of weights `weight` with the largest log-sum-exp `lse`; (largest, total) after it. A part
+    without keys adds nothing."""
     after = cute.arch.fmax(largest, lse)
     shift = Float32(select(after == NEG_INF, Float32(0.0), after))
     before, here = (exp2_fast((x - shift) * LOG2_E) for x in (largest, lse))

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from cuteforge.device.copy import gmem_run
-from cuteforge.device.math import NEG_INF, keep, select
+from cuteforge.device.math import NEG_INF, select, where
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.parts.softmax import HALVES
 from cuteforge.families.attention.work.tile import WorkTile
@@ -47,23 +47,23 @@ class ScoreMask(TraceConstant):
                 row = self.rows[block][half]
                 limit = self.work.keys_end(row) - (first + self.first_col)
                 begin = self.work.keys_begin(row) - (first + self.first_col)
-                kept = Int32(-1)
+                bits = Int32(-1)
                 if cutlass.const_expr(self.traits.problem.mask_rank > 0):
-                    kept = MaskRow(self.work, row).bits(first + self.first_col, 2 * rS.shape[1])
+                    bits = MaskRow(self.work, row).bits(first + self.first_col, 2 * rS.shape[1])
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         counts = n * 8 + e < limit
                         if cutlass.const_expr(self.traits.problem.has_left):
                             counts = counts & (n * 8 + e >= begin)
                         if cutlass.const_expr(self.traits.problem.mask_rank > 0):
-                            counts = counts & ((kept & (1 << (2 * n + e))) != 0)
-                        rS[block, n, 2 * half + e] = keep(counts, rS[block, n, 2 * half + e], NEG_INF)
+                            counts = counts & ((bits & (1 << (2 * n + e))) != 0)
+                        rS[block, n, 2 * half + e] = where(counts, rS[block, n, 2 * half + e], NEG_INF)
 
 
 class MaskRow(TraceConstant):
     """One row of a boolean mask of rank 2 (B, S), 3 (B, L, S) or 4 (B, H, L, S); outer dims of extent 1 are broadcast.
 
-    A row that the mask lacks keeps nothing.
+    A row that the mask lacks is masked.
     """
 
     def __init__(self, work: WorkTile, row):
@@ -71,20 +71,21 @@ class MaskRow(TraceConstant):
         token, head = work.token_and_head(row)
         index = {2: (work.batch,), 3: (work.batch, token), 4: (work.batch, head, token)}[len(mMask.shape)]
         address, exists = mMask.iterator.toint(), Boolean(row < work.num_rows)
-        for place, extent, stride in zip(index, mMask.shape, mMask.stride):
-            address = address + Int64(select(extent == 1, Int32(0), place)) * Int64(stride)
-            exists = exists & ((extent == 1) | (place < extent))
+        for i, extent, stride in zip(index, mMask.shape, mMask.stride):
+            address = address + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
+            exists = exists & ((extent == 1) | (i < extent))
         self.address, self.is_wide = address, work.traits.v_tiles > 24
         self.num_cols = select(exists, mMask.shape[len(mMask.shape) - 1], Int32(0))
 
     @cute.jit
     def bits(self, first: Int32, count: int):
-        """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by column."""
-        kept = Int32(0)
+        """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by
+        column."""
+        bits = Int32(0)
         # All loads at once take more registers than results of a wide head leave.
         for i in cutlass.range(count, unroll=2 if self.is_wide else count):
             col = first + i // 2 * 8 + i % 2
             if col < self.num_cols:
                 if gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0:
-                    kept = kept | (Int32(1) << i)
-        return kept
+                    bits = bits | (Int32(1) << i)
+        return bits

@@ -33,7 +33,7 @@ class RegisterQueries(TraceConstant):
 def _load_halves(work, row: Int32, scale, lane: Int32):
     """Two columns of each chunk of a row."""
     traits = work.traits
-    chunks = traits.ring.rows[0].filled_chunks
+    chunks = traits.ring.rows.first.filled_chunks
     rQ = cute.make_rmem_tensor(2 * traits.k_steps, Uint32)
     for chunk in cutlass.range_constexpr(2 * traits.k_steps):
         rQ[chunk] = in_register(0)
@@ -49,7 +49,7 @@ class SharedQueries(TraceConstant):
 
     def __init__(self, work, first_row, scale, address, lane):
         self.traits, self.work = work.traits, work
-        self.rows = self.traits.ring.rows[0]
+        self.rows = self.traits.ring.rows.first
         self.address = address
         self._load(first_row, scale, lane)
         self.lane_address = address + OperandLanes(lane, self.rows).rows_summed

@@ -15,21 +15,24 @@ from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
 
+# What a key warp leaves of a row beside its sums: its largest score, and the sums of its weights as rounded and before.
+MAX, WEIGHT, TOTAL = range(3)
+STATS = 3
+
 
 class Results(TraceConstant):
     """The rows of one work tile as a CTA leaves them: final, or a part of its own.
 
     Args:
-        split: (splits, this one) where row tiles are shared, else None.
+        split: the split that the CTA works on, a `Split`, where row tiles are shared, else None.
         part: which of the CTA's parts, WHOLE for final rows.
-        cluster: (whether a cluster joins the work tile, where the CTA's part then goes), a `ClusterPart`; None where
-            kernels have no clusters.
+        cluster: an `InCluster`; None where kernels have no clusters.
     """
 
     def __init__(self, work: WorkTile, split=None, part=None, cluster=None):
         self.traits, self.work, self.part, self.cluster = work.traits, work, part, cluster
         if split is not None:
-            self.split, self.partials = split[1], Partials(work.counts, split[0])
+            self.split, self.partials = split.index, Partials(work.counts, split.count)
 
     @cute.jit
     def store_fragments(self, rows: list, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
@@ -60,9 +63,8 @@ class Results(TraceConstant):
     def wait_for_peers(self):
         """Before anything is stored, by all threads."""
         if cutlass.const_expr(self.cluster is not None):
-            joins, part = self.cluster
-            if joins:
-                part.wait_for_peers()
+            if self.cluster.joins:
+                self.cluster.part.wait_for_peers()
 
     @cute.jit
     def store(self, row: Int32, col: Int32, values: list):
@@ -85,9 +87,8 @@ class Results(TraceConstant):
     @cute.jit
     def _store_part(self, row: Int32, col: Int32, values: list):
         if cutlass.const_expr(self.cluster is not None):
-            joins, part = self.cluster
-            if joins:
-                part.store(row, col, values)
+            if self.cluster.joins:
+                self.cluster.part.store(row, col, values)
             else:
                 self._store_floats(row, col, values)
         else:
@@ -115,15 +116,14 @@ class Results(TraceConstant):
 
     @cute.jit
     def _store_part_lse(self, row: Int32, lse: Float32):
-        place = gmem_run(Float32, self.partials.lse_address(self._index(row)), 1)
+        gLse = gmem_run(Float32, self.partials.lse_address(self._index(row)), 1)
         if cutlass.const_expr(self.cluster is not None):
-            joins, part = self.cluster
-            if joins:
-                part.store_lse(row, lse)
+            if self.cluster.joins:
+                self.cluster.part.store_lse(row, lse)
             else:
-                place[0] = lse
+                gLse[0] = lse
         else:
-            place[0] = lse
+            gLse[0] = lse
 
 
 @cute.jit
@@ -168,7 +168,8 @@ class Partials(TraceConstant):
 
 
 class KeyWarpJoin(TraceConstant):
-    """Results of the key warps in shared memory: for each of them and each row the sums, the maximum, and the two sums of weights."""
+    """Results of the key warps in shared memory: for each of them and each row the sums, the maximum, and the two sums
+    of weights."""
 
     def __init__(self, traits: Traits, address):
         self.traits, self.address = traits, address
@@ -179,7 +180,7 @@ class KeyWarpJoin(TraceConstant):
         return self.address + (key_warp * self.traits.tile.tile_m + row) * (self.traits.join_pitch * 4)
 
     def _stats(self, key_warp, row):
-        return self.stats + (key_warp * self.traits.tile.tile_m + row) * 12
+        return self.stats + (key_warp * self.traits.tile.tile_m + row) * (STATS * 4)
 
     @cute.jit
     def put(self, key_warp: Int32, row_warp: Int32, softmax, rO: cute.Tensor, rWeight: cute.Tensor, lane: Int32):
@@ -193,8 +194,9 @@ class KeyWarpJoin(TraceConstant):
                     run = smem_floats(self._row(key_warp, row) + (n * 8 + lane % 4 * 2) * 4, 2)
                     run[0], run[1] = rO[block, n, 2 * half], rO[block, n, 2 * half + 1]
                 if lane % 4 == 0:
-                    stats = smem_floats(self._stats(key_warp, row), 1, 3)
-                    stats[0], stats[1], stats[2] = softmax.rMax[block, half], rWeight[block, 0, 2 * half], total
+                    stats = smem_floats(self._stats(key_warp, row), 1, STATS)
+                    stats[MAX], stats[WEIGHT] = softmax.rMax[block, half], rWeight[block, 0, 2 * half]
+                    stats[TOTAL] = total
 
     @cute.jit
     def store(self, results: Results, work: WorkTile, factor: Float32, thread: Int32):
@@ -209,9 +211,9 @@ class KeyWarpJoin(TraceConstant):
             total, exact = Float32(0.0), Float32(0.0)
             for key_warp in cutlass.range_constexpr(tile.key_warps):
                 part = smem_floats(self._row(key_warp, row) + col * 4, 4)
-                stats = smem_floats(self._stats(key_warp, row), 1, 3)
-                total = fma_rn(weights[key_warp], stats[1], total)
-                exact = fma_rn(weights[key_warp], stats[2], exact)
+                stats = smem_floats(self._stats(key_warp, row), 1, STATS)
+                total = fma_rn(weights[key_warp], stats[WEIGHT], total)
+                exact = fma_rn(weights[key_warp], stats[TOTAL], exact)
                 for c in cutlass.range_constexpr(4):
                     rSum[c] = fma_rn(weights[key_warp], part[c], rSum[c])
             scale, shift, exact = finish_row(results.sink(work.first_row + row), largest, factor, total, exact)
@@ -222,7 +224,9 @@ class KeyWarpJoin(TraceConstant):
 
     def _weights(self, row, factor):
         """What the sums of each key warp are scaled by, and the largest score of all of them."""
-        maxima = [smem_floats(self._stats(key_warp, row), 1, 3)[0] for key_warp in range(self.traits.tile.key_warps)]
+        maxima = [
+            smem_floats(self._stats(key_warp, row), 1, STATS)[MAX] for key_warp in range(self.traits.tile.key_warps)
+        ]
         largest = maxima[0]
         for other in maxima[1:]:
             largest = cute.arch.fmax(largest, other)

@@ -1,4 +1,5 @@
-"""How scores, the products of queries and keys, become what the softmax takes: times a positive factor, and capped where the op has a cap."""
+"""How scores, the products of queries and keys, become what the softmax takes: times a positive factor, and capped
+where the op has a cap."""
 
 import cutlass
 from cutlass import Float32, cute
@@ -15,7 +16,8 @@ def score_factor(scale, softcap) -> Float32:
 
 
 class ScoreCap(TraceConstant):
-    """Turns scores, which have the sign of the scale already, into ``tanh(|scale| * score / softcap)``; without a softcap it leaves them alone."""
+    """Turns scores, which have the sign of the scale already, into ``tanh(|scale| * score / softcap)``; without a
+    softcap it leaves them alone."""
 
     def __init__(self, scale, softcap):
         self.scale = None if softcap is None else cutlass.max(scale, -scale) * (2 * LOG2_E) / softcap

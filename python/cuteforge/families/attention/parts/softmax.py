@@ -30,13 +30,15 @@ class OnlineSoftmax(TraceConstant):
 
     @cute.jit
     def update(self, rS: cute.Tensor, *sums: cute.Tensor):
-        """Take the scores of a tile in: turn `rS` (m_blocks, n_tiles, 4) into weights, and scale `sums`, of the same shape but for n_tiles."""
+        """Take the scores of a tile in: turn `rS` (m_blocks, n_tiles, 4) into weights, and scale `sums`, of the same
+        shape but for n_tiles."""
         rScale, grew = self.weigh(rS)
         self.rescale(rScale, grew, *sums)
 
     @cute.jit
     def weigh(self, rS: cute.Tensor):
-        """Turn the scores of a tile into weights. Returns what sums so far have to be scaled by, and whether any row needs it."""
+        """Turn the scores of a tile into weights. Returns what sums so far have to be scaled by, and whether any row
+        needs it."""
         rScale = cute.make_rmem_tensor((self.m_blocks, HALVES), Float32)
         grew = False
         for block in cutlass.range_constexpr(self.m_blocks):
@@ -84,7 +86,8 @@ class OnlineSoftmax(TraceConstant):
                 self.rSum[block, half] = total
 
     def is_added_up(self):
-        """True, which the compiler cannot know: what depends on it runs after the weights so far were found and added up."""
+        """True, which the compiler cannot know: what depends on it runs after the weights so far were found and added
+        up."""
         added_up = Boolean(True)
         for block in range(self.m_blocks):
             for half in range(HALVES):
@@ -105,7 +108,8 @@ def log_sum_exp(shift, total):
 
 
 def joined_lse(largest, total):
-    """ln of ``total * exp(largest)``, -inf where the total is 0: the log-sum-exp of parts, from the largest of theirs."""
+    """ln of ``total * exp(largest)``, -inf where the total is 0: the log-sum-exp of parts, from the largest of
+    theirs."""
     lse = largest + cute.math.log2(total, fastmath=True) * LN_2
     return Float32(select(total == 0.0, Float32(NEG_INF), lse))
 

@@ -34,7 +34,7 @@ class Divisors(NamedTuple):
     """Sizes that kernels divide by, prepared by the host.
 
     Attributes:
-        group: query heads of a KV head.
+        group_size: query heads of a KV head.
         heads: KV heads.
         row_tiles: of a request; of packed queries in all.
         together: pairs of a request and a KV head in a set; see `Counts`.
@@ -42,7 +42,7 @@ class Divisors(NamedTuple):
         page: tokens of a page; None where they are not a number of the launch.
     """
 
-    group: Any
+    group_size: Any
     heads: Any
     row_tiles: Any
     together: Any
@@ -54,10 +54,10 @@ class Counts(TraceConstant):
     """Sizes that shapes give: requests, heads, and the work tiles of a grid.
 
     Args:
-        by: in a kernel, what the host has prepared.
+        divisors: in a kernel, what the host has prepared.
 
     Attributes:
-        requests, kv_heads, group, tokens: of requests, KV heads, query heads of one, query tokens.
+        requests, kv_heads, group_size, tokens: of requests, KV heads, query heads of one, query tokens.
         row_tiles: of a request; of packed queries in all.
         together: pairs of a request and a KV head that are worked on at one time, a set, so that their keys and values
             stay in L2.
@@ -65,32 +65,35 @@ class Counts(TraceConstant):
         work_tiles: their number; of packed queries some are empty.
     """
 
-    def __init__(self, traits: WorkTraits, ops: Operands, by: Divisors | None = None):
-        self.traits, self.ops, self.by = traits, ops, by
+    def __init__(self, traits: WorkTraits, ops: Operands, divisors: Divisors | None = None):
+        self.traits, self.ops, self.divisors = traits, ops, divisors
         q_shape, k_shape = ops.mQ.shape, ops.mK.shape
         self.kv_heads = k_shape[len(k_shape) - 2]
-        self.group = q_shape[len(q_shape) - 2] // self.kv_heads if by is None else by.group.divisor
+        self.group_size = (
+            q_shape[len(q_shape) - 2] // self.kv_heads if divisors is None else divisors.group_size.divisor
+        )
         tile_m = traits.tile.tile_m
         if traits.problem.packs_queries:
             self.requests, self.tokens = ops.mCuSeqlensQ.shape[0] - 1, q_shape[0]
-            self.row_tiles = self.packed_rows().num_slots()
+            self.row_tiles = self.packed_rows().most_tiles()
             self.together, self.work_tiles = Int32(1), self.row_tiles * self.kv_heads
         else:
             self.requests = q_shape[0]
             self.tokens = q_shape[1] if traits.problem.queries == "batch" else Int32(1)
-            self.row_tiles = (self.tokens * self.group + tile_m - 1) // tile_m
+            self.row_tiles = (self.tokens * self.group_size + tile_m - 1) // tile_m
             pairs = self.requests * self.kv_heads
-            self.together = self._pairs_together(pairs) if by is None else by.together.divisor
-            self.sets = None if by is None else divmod(pairs, by.together)[0]
+            self.together = self._pairs_together(pairs) if divisors is None else divisors.together.divisor
+            self.sets = None if divisors is None else divmod(pairs, divisors.together)[0]
             self.work_tiles = pairs * self.row_tiles
 
     def packed_rows(self) -> PackedTiles:
         """Where the row tiles of packed queries are."""
-        return PackedTiles(self.ops.mCuSeqlensQ, self.tokens, self.group, self.traits.tile.tile_m)
+        return PackedTiles(self.ops.mCuSeqlensQ, self.tokens, self.group_size, self.traits.tile.tile_m)
 
     @cute.jit
     def _pairs_together(self, pairs: Int32):
-        """The largest part of all pairs that L2 holds, all where nothing is read twice. One that leaves a rest would leave CTAs without work."""
+        """The largest part of all pairs that L2 holds, all where nothing is read twice. One that leaves a rest would
+        leave CTAs without work."""
         together = cutlass.max(pairs, 1)
         if cutlass.const_expr(not self.traits.reads_keys_once):
             keys_in_l2 = L2_BYTES // sum(self.traits.row_bytes)
@@ -103,10 +106,10 @@ class Counts(TraceConstant):
                 together = Int32(1)
         return together
 
-    def divisors(self) -> Divisors:
-        """`by`, prepared by the host."""
+    def make_divisors(self) -> Divisors:
+        """What kernels divide by, prepared by the host."""
         page = fast_divisor(self.ops.mK.shape[1]) if self.traits.problem.has_page_size else None
-        sizes = self.group, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles
+        sizes = self.group_size, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles
         return Divisors(*map(fast_divisor, sizes), page)
 
     def most_keys(self):
@@ -131,7 +134,8 @@ class Counts(TraceConstant):
 
     @cute.jit
     def keys_of(self, batch: Int32):
-        """(first key in packed keys, number of keys) of a request: never more than the operands hold, none past the last request."""
+        """(first key in packed keys, number of keys) of a request: never more than the operands hold, none past the
+        last request."""
         first, length = Int32(0), Int32(0)
         if batch < self.requests:
             first, length = self._keys_of(batch)

@@ -26,7 +26,9 @@ class Planner:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Args: arguments: the extents of `EXTENTS` and `SCALARS`, in their orders, and an address for the `HostPlan`."""
+        """Args: arguments: the extents of `EXTENTS` and `SCALARS`, in their orders, and an address for the
+        `HostPlan`.
+        """
         *numbers, address = arguments
         left, right, max_ctas, most_splits = numbers[-len(SCALARS) :]
         counts = Counts(self.traits, self._operands(numbers, left, right))

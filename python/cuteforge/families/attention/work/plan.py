@@ -61,7 +61,8 @@ def make_plan(counts: Counts, most_splits: Int32, max_ctas: Int32) -> SplitPlan:
 
 @cute.jit
 def _even_splits(counts: Counts, row_tiles: Int32, granules: Int32, room: Int32, max_ctas: Int32):
-    """Splits, of a CTA for each KV head, for one wave of CTAs, or for the number of waves that leaves least of the GPU idle."""
+    """Splits, of a CTA for each KV head, for one wave of CTAs, or for the number of waves that leaves least of the GPU
+    idle."""
     splits, least_idle = Int32(1), Int32(1 << 30)
     for waves in cutlass.range_constexpr(1, MAX_WAVES + 1):
         candidate = waves * max_ctas // counts.kv_heads
@@ -95,7 +96,8 @@ def _piece_cost(counts: Counts, granules, pieces: int, max_ctas):
 
 
 def may_cut_row_tiles(counts: Counts, plan: SplitPlan):
-    """Whether a share may end inside a row tile whose parts no cluster joins, as far as the host can know: not where whole ones make equal shares."""
+    """Whether a share may end inside a row tile whose parts no cluster joins, as far as the host can know: not where
+    whole ones make equal shares."""
     if not is_uniform(counts.traits):
         return (plan.splits > 1) & (plan.pieces != 1) & (plan.log_cluster == 0)
     row_tiles = counts.requests * counts.row_tiles

@@ -33,24 +33,31 @@ class SplitPlan(NamedTuple):
         splits: how many.
         pieces: 0: the whole line is cut into at most `splits` shares of equal length. n: each row tile is cut into n
             pieces, `splits` being n times the row tiles; in clusters of n the n pieces of a row tile are joined.
-        by_pieces: divisor by them.
-        by_granules: divisor by the granules of a row tile, where all have as many.
+        pieces_divisor: divisor by them.
+        granules_divisor: divisor by the granules of a row tile, where all have as many.
         log_cluster: log2 of the CTAs of a cluster.
     """
 
     splits: Any
     pieces: Any
-    by_pieces: Any
-    by_granules: Any
+    pieces_divisor: Any
+    granules_divisor: Any
     log_cluster: Any
 
 
-class Segment(NamedTuple):
+class Split(NamedTuple):
+    """One split of `count`."""
+
+    count: Any
+    index: Any
+
+
+class ShareStart(NamedTuple):
     """Where the share of a split starts, and how long it is.
 
     Attributes:
         batch, row_tile, granule: where it starts.
-        left: its granules.
+        length: its granules.
         part: where a piece of a row tile belongs; WHOLE, of a share, means that it follows from where a row tile is
             cut.
     """
@@ -58,12 +65,13 @@ class Segment(NamedTuple):
     batch: Any
     row_tile: Any
     granule: Any
-    left: Any
+    length: Any
     part: Any
 
 
 class Crossing(NamedTuple):
-    """A row tile that several splits share, the first and the last of them; the last is the first if there is no such row tile."""
+    """A row tile that several splits share, the first and the last of them; the last is the first if there is no such
+    row tile."""
 
     batch: Any
     row_tile: Any
@@ -82,7 +90,8 @@ def first_granule(counts: Counts, tokens, keys):
 
 
 def granules_of_keys(counts: Counts, keys):
-    """Granules of one row tile, from the first one on that any query sees; one for a request without keys, whose rows are written too."""
+    """Granules of one row tile, from the first one on that any query sees; one for a request without keys, whose rows
+    are written too."""
     granule_keys = counts.traits.tile.granule_keys
     granules = (keys + (granule_keys - 1)) // granule_keys
     if counts.traits.problem.has_left:
@@ -109,12 +118,13 @@ class Shares(TraceConstant):
     def granules_of(self, batch):
         """Granules of one row tile of a request."""
         if self.is_uniform:
-            return self.plan.by_granules.divisor
+            return self.plan.granules_divisor.divisor
         return granules_of_keys(self.counts, self.counts.keys_of(batch)[1])
 
     @cute.jit
     def _length(self):
-        """Granules of the whole line; 1 where row tiles are cut one by one, which takes no look at the lengths of all."""
+        """Granules of the whole line; 1 where row tiles are cut one by one, which takes no look at the lengths of
+        all."""
         length = Int32(1)
         if self.pieces == 0:
             length = self._total()
@@ -123,7 +133,7 @@ class Shares(TraceConstant):
     @cute.jit
     def _total(self):
         if cutlass.const_expr(self.is_uniform):
-            total = self.counts.requests * self.counts.row_tiles * self.plan.by_granules.divisor
+            total = self.counts.requests * self.counts.row_tiles * self.plan.granules_divisor.divisor
         else:
             total = self.begin_of(self.counts.requests)
         return total
@@ -133,7 +143,7 @@ class Shares(TraceConstant):
         """Where a request begins on the line."""
         begin = Int32(0)
         if cutlass.const_expr(self.is_uniform):
-            begin = batch * self.counts.row_tiles * self.plan.by_granules.divisor
+            begin = batch * self.counts.row_tiles * self.plan.granules_divisor.divisor
         else:
             for base in cutlass.range(0, batch, WARP, unroll=1):
                 begin = begin + cute.arch.warp_redux_sync(self._granules_at(base, batch), kind="add")
@@ -151,8 +161,8 @@ class Shares(TraceConstant):
     def locate(self, position: Int32):
         """(request, row tile, granule of the row tile) at a position of the line before its end."""
         if cutlass.const_expr(self.is_uniform):
-            number, granule = divmod(position, self.plan.by_granules)
-            batch, row_tile = divmod(number, self.counts.by.row_tiles)
+            number, granule = divmod(position, self.plan.granules_divisor)
+            batch, row_tile = divmod(number, self.counts.divisors.row_tiles)
         else:
             batch, rest = self._locate_request(position)
             granules = self.granules_of(batch)
@@ -192,21 +202,21 @@ class Shares(TraceConstant):
         return split
 
     @cute.jit
-    def first_segment(self, split: Int32):
-        """What a split begins with."""
-        batch, row_tile, granule, left, part = Int32(0), Int32(0), Int32(0), Int32(0), Int32(WHOLE)
+    def start_of_share(self, split: Int32):
+        """Where the share of a split starts, and how long it is."""
+        batch, row_tile, granule, length, part = Int32(0), Int32(0), Int32(0), Int32(0), Int32(WHOLE)
         if self.pieces > 0:
-            number, piece = divmod(split, self.plan.by_pieces)
-            batch, row_tile = divmod(number, self.counts.by.row_tiles)
+            number, piece = divmod(split, self.plan.pieces_divisor)
+            batch, row_tile = divmod(number, self.counts.divisors.row_tiles)
             granules = self.granules_of(batch)
-            per_piece, _ = divmod(granules + self.pieces - 1, self.plan.by_pieces)
+            per_piece, _ = divmod(granules + self.pieces - 1, self.plan.pieces_divisor)
             granule = cutlass.min(piece * per_piece, granules)
-            left = cutlass.min(granules - granule, per_piece)
+            length = cutlass.min(granules - granule, per_piece)
             part = Int32(select(piece == 0, Int32(BEGUN), Int32(CONTINUED)))
         elif split < self.splits:
-            left = self.per_split + select(split < self.longer, Int32(1), Int32(0))
+            length = self.per_split + select(split < self.longer, Int32(1), Int32(0))
             batch, row_tile, granule = self.locate(self.start(split))
-        return Segment(batch, row_tile, granule, left, part)
+        return ShareStart(batch, row_tile, granule, length, part)
 
     @cute.jit
     def crossing(self, index: Int32):
@@ -215,7 +225,7 @@ class Shares(TraceConstant):
         batch, row_tile, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         row_tiles = self.counts.requests * self.counts.row_tiles
         if self.pieces > 0:
-            batch, row_tile = divmod(index, self.counts.by.row_tiles)
+            batch, row_tile = divmod(index, self.counts.divisors.row_tiles)
             first = index * self.pieces
             last = first + self.pieces - 1
         elif self.splits < row_tiles:
@@ -227,7 +237,7 @@ class Shares(TraceConstant):
                         first = index
                         last = self.split_at(begin + self.granules_of(batch) - 1)
         elif index < row_tiles:
-            batch, row_tile = divmod(index, self.counts.by.row_tiles)
+            batch, row_tile = divmod(index, self.counts.divisors.row_tiles)
             granules = self.granules_of(batch)
             begin = self.begin_of(batch) + row_tile * granules
             first = self.split_at(begin)

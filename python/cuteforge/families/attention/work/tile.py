@@ -51,7 +51,7 @@ class WorkTile(TraceConstant):
         self.first_token = Int32(0) if first_token is None else first_token
         self.q_len = counts.tokens if q_len is None else q_len
         self.row_tile, self.first_row = row_tile, row_tile * self.traits.tile.tile_m
-        self.num_rows = self.q_len * counts.group
+        self.num_rows = self.q_len * counts.group_size
         # loaded, so the compiler cannot know that all lanes have one value: as such it takes no register of each
         self.first_key, self.k_len = keys or [cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch)]
         self.band = counts.band(self.q_len, self.k_len)
@@ -66,19 +66,19 @@ class WorkTile(TraceConstant):
         In rounds (`WorkTraits.in_rounds`) they come first and last in turn, from one request or set to the next, so
         that the lengths of adjacent rounds are alike; see `forward_sm90a/schedule.py`.
         """
-        traits, by = counts.traits, counts.by
+        traits, divisors = counts.traits, counts.divisors
         if traits.problem.packs_queries:
-            number, head = divmod(index, by.heads)
+            number, head = divmod(index, divisors.heads)
             batch, first_token, q_len, row_tile = counts.packed_rows().find(counts.row_tiles - 1 - number, lane)
             if traits.in_rounds:
                 tile_m = traits.tile.tile_m
-                last = (q_len * counts.group + (tile_m - 1)) // tile_m - 1
+                last = (q_len * counts.group_size + (tile_m - 1)) // tile_m - 1
                 row_tile = Int32(select((batch % 2 != 0) & (row_tile <= last), last - row_tile, row_tile))
             keys = None if lane is not None else counts.keys_of(batch)
             return cls(counts, batch, head, row_tile, first_token, q_len, keys)
-        set_index, within = divmod(index, by.set)
-        from_last, pair = divmod(within, by.together)
-        batch, head = divmod(set_index * counts.together + pair, by.heads)
+        set_index, within = divmod(index, divisors.set)
+        from_last, pair = divmod(within, divisors.together)
+        batch, head = divmod(set_index * counts.together + pair, divisors.heads)
         row_tile = counts.row_tiles - 1 - from_last
         if traits.in_rounds:
             row_tile = Int32(select((counts.sets - 1 - set_index) % 2 != 0, from_last, row_tile))
@@ -105,7 +105,7 @@ class WorkTile(TraceConstant):
 
     def token_of(self, row):
         """The query token of a packed row."""
-        return row // self.counts.by.group
+        return row // self.counts.divisors.group_size
 
     def keys_end(self, row):
         """The end of the keys that a packed row sees."""
@@ -143,12 +143,14 @@ class WorkTile(TraceConstant):
         if problem.appends:
             new = tuple(row_address(m, (self.batch, self.head)) for m in (ops.mNewK, ops.mNewV))
             new_token = self.k_len - 1
-        return PagedKV(ops.mK, ops.mV, ops.mPageTable, self.table_row(), self.head, self.counts.by.page, new, new_token)
+        return PagedKV(
+            ops.mK, ops.mV, ops.mPageTable, self.table_row(), self.head, self.counts.divisors.page, new, new_token
+        )
 
     def token_and_head(self, row):
         """(query token within the request, query head) of a packed row."""
-        token, head = divmod(row, self.counts.by.group)
-        return token, self.head * self.counts.group + head
+        token, head = divmod(row, self.counts.divisors.group_size)
+        return token, self.head * self.counts.group_size + head
 
     def query_address(self, m: cute.Tensor, row):
         """Byte address of a packed row in q or out."""

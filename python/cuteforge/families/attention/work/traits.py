@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cuteforge.families.attention.keys.element import Element
 from cuteforge.families.attention.problem import Problem
 from cuteforge.runtime.arch import Arch
 
 ROW_BLOCK = 16  # query rows of a matrix instruction
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a key, as many as of a query, and of a value."""
+
+    key: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,9 @@ class WorkTraits:
         return Element(self.problem.dtype)
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
+    def row_bytes(self) -> RowBytes:
         """Bytes of a key and of a value."""
-        return self.element.row_bytes(self.problem.head_dim), self.element.row_bytes(self.problem.v_dim)
+        return RowBytes(self.element.row_bytes(self.problem.head_dim), self.element.row_bytes(self.problem.v_dim))
 
     @property
     def k_steps(self) -> int:

@@ -1,7 +1,7 @@
 """The gradient of ape: a sum over all rows of what the windows contribute.
 
-Each CTA adds up its own rows. Then it either leaves its sums in a workspace, which a second kernel adds up in a fixed order, or adds them to
-the result with atomics.
+Each CTA adds up its own rows. Then it either leaves its sums in a workspace, which a second kernel adds up in a fixed
+order, or adds them to the result with atomics.
 """
 
 import cuda.bindings.driver as cuda
@@ -10,15 +10,15 @@ from cutlass import Float32, Int32, cute
 
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.families.csa.compressor.config import Traits
-from cuteforge.families.csa.compressor.segments import WARP
 from cuteforge.families.csa.compressor.window import WindowStream
+from cuteforge.runtime.arch import WARP
 
 
 class ApeSums(TraceConstant):
     """Running sums of this lane's columns and window entries.
 
-    In registers, or for windows with too many entries in `mSums` itself, a (column, window entry, group of CTAs) tensor: each element of
-    it belongs to one lane then.
+    In registers, or for windows with too many entries in `mSums` itself, a (column, window entry, team of CTAs) tensor:
+    each element of it belongs to one lane then.
     """
 
     def __init__(self, window: WindowStream, mSums):
@@ -46,7 +46,7 @@ class ApeSums(TraceConstant):
             else:
                 self._accumulate(slot, c, score)
 
-    def hand_on(self) -> None:
+    def store(self) -> None:
         """Join the warps' sums and put them where the other CTAs' are."""
         if not self.traits.tile.resident:
             return
@@ -66,7 +66,8 @@ class ApeSums(TraceConstant):
 
     @cute.jit
     def _join_warps(self):
-        """Add up the sums of the CTA's warps, in warp order, through the rings (no copy is in flight). Warp ``slot % warps`` gets the sum."""
+        """Add up the sums of the CTA's warps, in warp order, through the rings (no copy is in flight). Warp
+        ``slot % warps`` gets the sum."""
         traits, window, rSum = self.traits, self.window, self.rSum
         cols = traits.tile.cols_per_lane
         strides = (1, cols * WARP, cols, cols * WARP * traits.slots)
@@ -91,7 +92,7 @@ class ApeSums(TraceConstant):
         """Store, or with atomics add, one sum."""
         if self._exists(slot, c) and is_writer:
             if cutlass.const_expr(self.traits.deterministic):
-                self.mSums[self._place(slot, c)] = value
+                self.mSums[self._index(slot, c)] = value
             else:
                 self._add_atomically(slot, c, value)
 
@@ -99,38 +100,44 @@ class ApeSums(TraceConstant):
     def _accumulate(self, slot, c: int, value):
         if self._exists(slot, c):
             if cutlass.const_expr(self.traits.deterministic):
-                self.mSums[self._place(slot, c)] = self.mSums[self._place(slot, c)] + value
+                self.mSums[self._index(slot, c)] = self.mSums[self._index(slot, c)] + value
             else:
                 self._add_atomically(slot, c, value)
 
     def _add_atomically(self, slot, c: int, value) -> None:
-        target = self.mSums.iterator + cute.crd2idx(self._place(slot, c), self.mSums.layout)
+        target = self.mSums.iterator + cute.crd2idx(self._index(slot, c), self.mSums.layout)
         cute.arch.atomic_add(target.llvm_ptr, value, sem="relaxed", scope="gpu")
 
-    def _place(self, slot, c: int):
-        block, place = self.window.position(slot)
-        return self.window.col + c, block * self.traits.problem.ratio + place, self.window.rows.group
+    def _index(self, slot, c: int):
+        block, ape_row = self.window.position(slot)
+        return self.window.col + c, block * self.traits.problem.ratio + ape_row, self.window.rows.team
 
     def _exists(self, slot, c: int):
         problem = self.traits.problem
         in_columns = self.window.col + c < problem.head_dim
-        _, place = self.window.position(slot)
-        return in_columns & (place < problem.ratio) if self.traits.has_spare_slots else in_columns
+        _, ape_row = self.window.position(slot)
+        return in_columns & (ape_row < problem.ratio) if self.traits.has_spare_slots else in_columns
 
 
 @named_kernel("csa_compressor_ape_reduction")
 class ApeReduction:
-    """Sum over the first groups of a (column, window entry, group) tensor in a fixed order; no groups gives 0."""
+    """Sum over the first teams of a (column, window entry, team) tensor in a fixed order; no teams gives 0."""
 
-    LANES = 16  # threads that share the groups of one column
+    LANES = 16  # threads that share the teams of one column
 
     def __init__(self, traits: Traits):
         self.traits = traits
 
     @cute.jit
-    def launch(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32, stream: cuda.CUstream):
+    def launch(
+        self,
+        mSums: cute.Tensor,  # (column, window entry, team)
+        mGradApe: cute.Tensor,  # (column, window entry, 1)
+        num_teams: Int32,
+        stream: cuda.CUstream,
+    ):
         problem = self.traits.problem
-        self.kernel(mSums, mGradApe, num_groups).launch(
+        self.kernel(mSums, mGradApe, num_teams).launch(
             grid=(-(-problem.head_dim // WARP), problem.window, 1),
             block=(WARP, self.LANES, 1),
             stream=stream,
@@ -138,7 +145,12 @@ class ApeReduction:
         )
 
     @cute.kernel
-    def kernel(self, mSums: cute.Tensor, mGradApe: cute.Tensor, num_groups: Int32):
+    def kernel(
+        self,
+        mSums: cute.Tensor,  # (column, window entry, team)
+        mGradApe: cute.Tensor,  # (column, window entry, 1)
+        num_teams: Int32,
+    ):
         if cutlass.const_expr(self.traits.dependent_launch):
             # whichever of the two kernels comes second is the one that waits
             cute.arch.griddepcontrol_wait()
@@ -149,8 +161,8 @@ class ApeReduction:
         sSum = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARP, self.LANES)))
         total = Float32(0.0)
         if col < self.traits.problem.head_dim:
-            for group in cutlass.range(y, num_groups, self.LANES, unroll=8):
-                total = total + mSums[col, entry, group]
+            for team in cutlass.range(y, num_teams, self.LANES, unroll=8):
+                total = total + mSums[col, entry, team]
         sSum[x, y] = total
         cute.arch.sync_threads()
         if y == 0 and col < self.traits.problem.head_dim:

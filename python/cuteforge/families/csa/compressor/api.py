@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cuteforge.arguments import flag, integer, kind_of
-from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.errors import ContractError
+from cuteforge.families.csa.compressor.checks import (
+    check_no_workspace,
+    check_offsets,
+    check_window,
+    refuse_atomics_if_asked,
+    too_few_tokens,
+)
 from cuteforge.families.csa.compressor.config import (
-    MAX_RATIO,
     Problem,
     Traits,
     max_ctas,
@@ -60,7 +65,7 @@ class _Compressor(APIBase):
         if dims["B"] < 0:
             raise ContractError("cu_seqlens: wanted shape (B+1), at least one offset, got (0)")
         if dims["N"] > 0 and dims["T"] < self.ratio:
-            raise ContractError(_too_few_tokens(dims["N"], dims["T"], self.ratio))
+            raise ContractError(too_few_tokens(dims["N"], dims["T"], self.ratio))
 
     def _traits(self, dims: Dims, arch: Arch) -> Traits:
         problem = Problem(self.samples["kv"].dtype, dims["d"], self.ratio, self.coff, given_of(self.samples))
@@ -79,6 +84,15 @@ class _Compressor(APIBase):
         check_offsets(tensors["cu_seqlens"], tensors["cu_seqlens_comp"], tensors["kv"].shape[0], self.ratio)
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
+        """`workspace_bytes` for operands of another GPU than the samples': 0, as the forward pass needs none.
+
+        Examples:
+            >>> from cuteforge import CSACompressorForward, TensorSpec
+            >>> tokens, ape = TensorSpec((8, 64), "bfloat16"), TensorSpec((4, 64), "float32")
+            >>> cuts, out = TensorSpec((2,), "int32"), TensorSpec((2, 32), "bfloat16")
+            >>> CSACompressorForward(tokens, tokens, ape, cuts, cuts, out).workspace_bytes_on(0)
+            0
+        """
         return 0
 
     def _check_operands(self, operands: tuple) -> None:
@@ -91,29 +105,58 @@ class _Compressor(APIBase):
             self.check_call(operands)
 
     def _agree(self, kv: torch.Tensor) -> bool:
-        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked at."""
+        """Whether there are tokens for a row. Without one there may be calls without rows, each of which is looked
+        at."""
         return kv.shape[0] >= self.ratio
 
 
 class CSACompressorForward(_Compressor):
     """Gated pooling of a packed token stream: ``out[r, j] = sum_k v_k * softmax_k(score_k + ape_k)``.
 
-    Dims: T packed tokens, B segments, N output rows, d head dim. The window of a row is described in the API page of the family; the
-    operation is the compressor of DeepSeek-V4 (CSA: ratio 4, coff 2; HCA: ratio 128, coff 1).
+    This is the compressor of DeepSeek-V4: CSA has ratio 4 and coff 2, HCA has ratio 128 and coff 1. Every `ratio`
+    tokens of a segment are a block and give one row of `out`; tokens left over at the end of a segment give none. Row r
+    pools, for column j:
+
+    * with coff 1 the tokens of its block, column j;
+    * with coff 2 the tokens of the block before, column j (none for the first block of a segment), and the tokens of
+      its own block, column ``d + j``.
+
+    `ape` is added to the scores by the token's place in its block. No row sees another segment.
+
+    Dims: T packed tokens, B segments, N output rows, d head dim, any number from 1.
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype. Any row pitch; base and rows aligned to the largest power of two, at most
-            16, that divides ``d * itemsize`` bytes.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, of one dtype. Any distance between rows up to 2**31 - 1 bytes;
+            base and rows are aligned to the largest power of two, at most 16, that divides ``d * itemsize`` bytes.
         ape: ``(ratio, coff*d)`` fp32.
-        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32 offsets of the segments' tokens and output rows.
-        out: ``(N, d)``, dtype of kv. N may exceed or fall short of ``cu_seqlens_comp[-1]``.
+        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32, where each segment's tokens and rows start; a segment of n tokens
+            has ``n // ratio`` rows.
+        out: ``(N, d)``, dtype of kv; overlaps no input. N may exceed or fall short of ``cu_seqlens_comp[-1]``: rows
+            past it are computed from tokens 0 to ``ratio - 1`` as a first block, rows that do not fit are left out.
         ratio: tokens of a block, 1 to 256.
-        coff: 1, a window is one block; 2, a window is a block and the one before it.
+        coff: 1 or 2, the blocks that a row pools.
 
-    Samples may be tensors, meta tensors or `TensorSpec`s. T, B and N may differ from call to call without compiling again.
+    T, B and N may differ from call to call without compiling again.
 
-    Numerics: fp32 arithmetic, rounded once. NaN and Inf propagate as in the eager computation; a score of -inf has weight 0, a window of
-    -inf only gives NaN. The result is the same bits at every run.
+    Numerics: fp32, and the result is rounded once. NaN and Inf propagate as in the eager computation: a score of -inf
+    has weight 0, and a row whose scores are all -inf is NaN. Every run gives the same bits.
+
+    Raises:
+        ContractError: the samples contradict each other; names the operand.
+        UnsupportedError: by `check_support`, a ratio or a GPU that the kernel does not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CSACompressorForward
+        >>> kv, score = torch.randn(2, 25, 2 * 64, device="cuda", dtype=torch.bfloat16)  # segments of 20 and 5 tokens
+        >>> ape = torch.randn(4, 2 * 64, device="cuda")
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)  # a row for every 4 tokens
+        >>> out = torch.empty(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> op = CSACompressorForward(kv, score, ape, cu_seqlens, cu_seqlens_comp, out, ratio=4, coff=2).compile()
+        >>> op.execute(kv, score, ape, cu_seqlens, cu_seqlens_comp, out)
+        >>> bool(out.isfinite().all())
+        True
     """
 
     signature: Signature = signature_of(FORWARD)
@@ -145,13 +188,14 @@ class CSACompressorForward(_Compressor):
         out: torch.Tensor,
         stream: Stream | None = None,
     ) -> None:
-        """Write all of `out`; it must not overlap an input. No allocation, copy, device read or synchronization.
+        """Write all of `out`, which overlaps no input. No allocation, copy, device read or synchronization.
 
         Args:
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled.
         """
         self._launch((kv, score, ape, cu_seqlens, cu_seqlens_comp, out), stream)
 
@@ -159,16 +203,41 @@ class CSACompressorForward(_Compressor):
 class CSACompressorBackward(_Compressor):
     """Gradients of `CSACompressorForward` for a given gradient of its result.
 
+    With ``p_k`` the weights of a row, ``g = grad_out``, ``dp_k = g * v_k`` and ``s = sum_k dp_k * p_k``: each entry of
+    the row adds ``g * p_k`` to grad_kv, and ``dz_k = p_k * (dp_k - s)`` to grad_score and to its row of grad_ape.
+
     Args:
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff: as in the forward pass.
-        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN included.
-        grad_kv, grad_score: ``(T, coff*d)``, dtype of kv. Fully overwritten, with exact 0 where no window reads.
-        grad_ape: ``(ratio, coff*d)`` fp32. Fully overwritten.
-        deterministic: True sums grad_ape in a fixed order through a workspace: the same bits at every run. False uses atomics and no
-            workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns if that is set to warn only.
+        grad_out: ``(N, d)``, dtype of kv. Gradients of rows at or past ``cu_seqlens_comp[-1]`` are ignored, NaN
+            included.
+        grad_kv, grad_score: ``(T, coff*d)``, dtype of kv. All of them is written, with exact 0 where no row reads.
+        grad_ape: ``(ratio, coff*d)`` fp32. All of it is written.
+        deterministic: True sums grad_ape in a fixed order through a workspace and gives the same bits at every run.
+            False uses atomics and no workspace; it raises under ``torch.use_deterministic_algorithms(True)``, or warns
+            if that is set to warn only.
 
-    Numerics: for ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on CUDA bit for bit before the one rounding to the
-    dtype of kv. grad_kv and grad_score are the same bits at every run in either mode.
+    The gradients overlap no other operand.
+
+    Numerics: fp32, each gradient rounded once. For ratio <= 16, grad_kv and grad_score equal the fp32 eager autograd on
+    CUDA bit for bit before that rounding. They are the same bits at every run, whatever `deterministic` says.
+
+    Raises:
+        ContractError, UnsupportedError: as `CSACompressorForward`.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import CSACompressorBackward
+        >>> kv, score = torch.randn(2, 25, 64, device="cuda", dtype=torch.bfloat16)
+        >>> ape, grad_out = torch.zeros(4, 64, device="cuda"), torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)
+        >>> grads = torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
+        >>> tensors = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *grads)
+        >>> op = CSACompressorBackward(*tensors, ratio=4, coff=1).compile()
+        >>> workspace = torch.empty(op.workspace_bytes(), device="cuda", dtype=torch.uint8)
+        >>> op.execute(*tensors, workspace=workspace)
+        >>> bool(grads[0][24].eq(0).all())  # the last token is in no block
+        True
     """
 
     _BUILDER = "cuteforge.families.csa.compressor.backward:build"
@@ -193,9 +262,19 @@ class CSACompressorBackward(_Compressor):
         workspace = {"workspace": TensorSpec((0,), "uint8")} if self.deterministic else {}
         self.signature: Signature = signature_of(BACKWARD, tuple(workspace))
         super().__init__(
-            ratio, coff, kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp,
-            grad_out=grad_out, grad_kv=grad_kv, grad_score=grad_score, grad_ape=grad_ape, **workspace,
-        )  # fmt: skip
+            ratio,
+            coff,
+            kv=kv,
+            score=score,
+            ape=ape,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_comp=cu_seqlens_comp,
+            grad_out=grad_out,
+            grad_kv=grad_kv,
+            grad_score=grad_score,
+            grad_ape=grad_ape,
+            **workspace,
+        )
         if not self.deterministic:
             self._entry_operands = entry_operands(self.signature.names, entry_names(BACKWARD))
         self._workspace_bytes: dict[int | None, int] = {}
@@ -205,7 +284,17 @@ class CSACompressorBackward(_Compressor):
         return self.workspace_bytes_on(self._sample_device())
 
     def workspace_bytes_on(self, device_index: int | None) -> int:
-        """`workspace_bytes` for operands of another GPU than the samples'."""
+        """`workspace_bytes` for operands of another GPU than the samples'.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import CSACompressorBackward
+            >>> kv, ape = torch.empty(8, 64, device="cuda"), torch.empty(4, 64, device="cuda")
+            >>> cuts, grad_out = torch.empty(2, device="cuda", dtype=torch.int32), torch.empty(2, 32, device="cuda")
+            >>> op = CSACompressorBackward(kv, kv, ape, cuts, cuts, grad_out, kv, kv, ape)
+            >>> op.workspace_bytes_on(torch.cuda.current_device()) == op.workspace_bytes()
+            True
+        """
         if not self.deterministic:
             return 0
         if device_index not in self._workspace_bytes:
@@ -228,22 +317,22 @@ class CSACompressorBackward(_Compressor):
         workspace: torch.Tensor | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """Write all of grad_kv, grad_score and grad_ape; they overlap no other operand. No allocation, copy, device read or synchronization.
+        """Write all of grad_kv, grad_score and grad_ape. No allocation, copy, device read or synchronization.
 
         Args:
-            workspace: uint8, at least `workspace_bytes()`, 16-byte aligned, contents free before and after. Two calls that may run at the
-                same time need two.
+            workspace: uint8 of at least `workspace_bytes()` bytes, 16-byte aligned, where that is not 0. Its contents
+                do not matter before or after. Two calls that may run at the same time need two.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:
-            ContractError: an operand disagrees with the compiled signature, by name; nothing was launched.
-            RuntimeError: atomics were chosen and torch asks for deterministic algorithms.
+            ContractError: an operand disagrees with the compiled signature; names it. Nothing was launched.
+            RuntimeError: the op is not compiled, or it uses atomics and torch asks for deterministic algorithms.
         """
         operands = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape)
         if self.deterministic:
             operands = (*operands, workspace)
         else:
-            _check_no_workspace(workspace)
+            check_no_workspace(workspace)
             refuse_atomics_if_asked()
         self._launch(operands, stream)
 
@@ -254,11 +343,30 @@ class CSACompressorBackward(_Compressor):
         stream: Stream | None = None,
         **named: torch.Tensor,
     ) -> Callable[[], None]:
-        """As `APIBase.bind`; the workspace belongs to the bound launch alone."""
+        """Validate once, and return a function that launches on these very buffers; arguments and errors as in
+        `execute`.
+
+        The workspace must serve no other launch that may run at the same time.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import CSACompressorBackward
+            >>> kv, score = torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16)
+            >>> ape = torch.zeros(4, 64, device="cuda")
+        >>> grad_out = torch.ones(2, 64, device="cuda", dtype=torch.bfloat16)
+            >>> cuts = torch.tensor([[0, 8], [0, 2]], device="cuda", dtype=torch.int32)
+            >>> grads = torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
+            >>> tensors = (kv, score, ape, *cuts, grad_out, *grads)
+            >>> op = CSACompressorBackward(*tensors, ratio=4, coff=1, deterministic=False).compile()
+            >>> launch = op.bind(*tensors)
+            >>> launch()
+            >>> bool((grads[0].float().sum(0) - 2).abs().max() < 0.02)  # the weights of each of two rows add up to 1
+            True
+        """
         if self.deterministic:
             named["workspace"] = workspace
         else:
-            _check_no_workspace(workspace)
+            check_no_workspace(workspace)
             refuse_atomics_if_asked()
         return super().bind(*operands, stream=stream, **named)
 
@@ -279,62 +387,3 @@ class CSACompressorBackward(_Compressor):
         if not fits or workspace.device.index != device_index:
             got = f"shape {tuple(workspace.shape)}, {workspace.dtype}, on {workspace.device}"
             raise ContractError(f"workspace: wanted {wanted}, got {got}")
-
-
-def check_window(ratio: Any, coff: Any) -> tuple[int, int]:
-    """`ratio` and `coff` as ints.
-
-    Raises:
-        ContractError: no ints, or no window.
-        UnsupportedError: a window that is too long.
-    """
-    ratio, coff = integer("ratio", ratio), integer("coff", coff)
-    if coff not in (1, 2):
-        raise ContractError(f"coff: wanted 1 or 2, got {coff}")
-    if ratio < 1:
-        raise ContractError(f"ratio: wanted 1 to {MAX_RATIO}, got {ratio}")
-    if ratio > MAX_RATIO:
-        raise UnsupportedError(f"ratio: the kernels serve 1 to {MAX_RATIO}, got {ratio}")
-    return ratio, coff
-
-
-def check_offsets(cu_seqlens: torch.Tensor, cu_seqlens_comp: torch.Tensor, num_tokens: int, ratio: int) -> None:
-    """Read both offset tables and refuse what does not describe segments of `num_tokens` tokens. Synchronizes.
-
-    Raises:
-        ContractError: names the table and the first bad index.
-    """
-    tokens, rows = cu_seqlens.tolist(), cu_seqlens_comp.tolist()
-    for index, offset in enumerate(tokens):
-        low = tokens[index - 1] if index else 0
-        if not low <= offset <= num_tokens:
-            raise ContractError(
-                f"cu_seqlens: wanted ascending offsets in [0, {num_tokens}], got {offset} at index {index}"
-            )
-    for index, offset in enumerate(rows):
-        wanted = rows[index - 1] + (tokens[index] - tokens[index - 1]) // ratio if index else 0
-        if offset != wanted:
-            raise ContractError(
-                f"cu_seqlens_comp: wanted {wanted} (one row for every {ratio} tokens), got {offset} at index {index}"
-            )
-
-
-def _too_few_tokens(num_rows: int, num_tokens: int, ratio: int) -> str:
-    return f"kv: wanted at least ratio = {ratio} tokens for N = {num_rows} rows, got T = {num_tokens}"
-
-
-def _check_no_workspace(workspace: Any) -> None:
-    """A tensor that is not needed does no harm; anything else must be a mistake."""
-    if workspace is not None and not isinstance(workspace, torch.Tensor):
-        raise ContractError(f"workspace: wanted None with deterministic=False, got {kind_of(workspace)}")
-
-
-def refuse_atomics_if_asked() -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "CSACompressorBackward(deterministic=False) adds grad_ape up with atomics, whose order differs from run to run"
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(f"{message}; torch.use_deterministic_algorithms(True) is set: pass deterministic=True")
-    warnings.warn(message, stacklevel=4)

@@ -1,28 +1,29 @@
 """Backward kernels: gradients of kv and score in one pass over the windows, and of ape by a fixed-order sum.
 
-Every consumed (token, column) belongs to one window, so grad_kv and grad_score are stored without atomics; what no window consumes is stored
-as 0 by `ZeroFill`. The gradient of ape adds up over all rows: each warp sums its rows in registers, the warps of a CTA are joined in
-shared memory, and the CTAs either leave partial sums for a second kernel that adds them in a fixed order, or use atomics.
+Every consumed (token, column) belongs to one window, so grad_kv and grad_score are stored without atomics; what no
+window consumes is stored as 0 by `ZeroFill`. The gradient of ape adds up over all rows: each warp sums its rows in
+registers, the warps of a CTA are joined in shared memory, and the CTAs either leave partial sums for a second kernel
+that adds them in a fixed order, or use atomics.
 
-For ratio <= 16 the arithmetic repeats the eager fp32 softmax backward bit for bit: serial sums, p = e / total, t = round(dp * p),
-dz = fma(p, -sum t, t).
+For ratio <= 16 the arithmetic repeats the eager fp32 softmax backward bit for bit: serial sums, p = e / total, t =
+round(dp * p), dz = fma(p, -sum t, t).
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.math import MIN_EXACT_NUMERATOR, div_by, div_rn, fma_rn, mul_rn, rcp_rn, sum_rn
 from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.ape_gradient import ApeReduction, ApeSums
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.matrix_rows import Rows
 from cuteforge.families.csa.compressor.operands import BACKWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, logits, pool_part
-from cuteforge.families.csa.compressor.row_lanes import NO_ROW, RowLane, launch_shape, row_plan
+from cuteforge.families.csa.compressor.row_workers import NO_ROW, RowWorker, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
-from cuteforge.families.csa.compressor.zero_fill import ZeroFill
+from cuteforge.families.csa.compressor.zero_fill import Outputs, ZeroFill
 from cuteforge.runtime.build import Build
 
 
@@ -42,19 +43,19 @@ class Backward:
         """
         *given, max_ctas, stream = arguments
         ops = Operands(device_names(BACKWARD), given)
-        num_groups, run_log2 = self._plan(ops, max_ctas)
+        num_teams, log_rows = self._plan(ops, max_ctas)
         if cutlass.const_expr(self.traits.deterministic):
             # partial sums of the gradient of ape in the workspace, then their sum in a fixed order
-            shape = (self.traits.problem.head_dim, self.traits.problem.window, num_groups)
+            shape = (self.traits.problem.head_dim, self.traits.problem.window, num_teams)
             sums = cute.recast_ptr(ops.mWorkspace.iterator, dtype=Float32)
             mSums = cute.make_tensor(sums, cute.make_layout(shape))
-            self._launch(tuple(given), mSums, num_groups, run_log2, stream)
-            ApeReduction(self.traits).launch(mSums, self._by_window_entry(ops.mGradApe, 1), num_groups, stream)
+            self._launch(tuple(given), mSums, num_teams, log_rows, stream)
+            ApeReduction(self.traits).launch(mSums, self._by_window_entry(ops.mGradApe, 1), num_teams, stream)
         else:
             # all CTAs add to the gradient of ape, which is zeroed first
-            mSums = self._by_window_entry(ops.mGradApe, num_groups)
+            mSums = self._by_window_entry(ops.mGradApe, num_teams)
             ApeReduction(self.traits).launch(mSums, mSums, Int32(0), stream)
-            self._launch(tuple(given), mSums, num_groups, run_log2, stream)
+            self._launch(tuple(given), mSums, num_teams, log_rows, stream)
 
     def _plan(self, ops: Operands, max_ctas):
         """As `row_plan`. Zero filling is shared out with the rows, so tokens without rows count as rows as well."""
@@ -62,35 +63,41 @@ class Backward:
         rows = cutlass.max(ops.mGradOut.shape[0], (ops.mKv.shape[0] + ratio - 1) // ratio)
         return row_plan(self.traits, rows, max_ctas)
 
-    def _by_window_entry(self, mGradApe, num_groups):
-        """The gradient of ape as (column, window entry, group): the layout of the partial sums, the groups on top of each other."""
+    def _by_window_entry(self, mGradApe, num_teams):
+        """The gradient of ape as (column, window entry, team): the layout of the partial sums, the teams on top of each
+        other."""
         problem = self.traits.problem
-        shape = (problem.head_dim, (problem.ratio, problem.coff), num_groups)
+        shape = (problem.head_dim, (problem.ratio, problem.coff), num_teams)
         return cute.make_tensor(
             mGradApe.iterator, cute.make_layout(shape, stride=(1, (mGradApe.stride[0], problem.head_dim), 0))
         )
 
     @cute.jit
-    def _launch(self, given: tuple, mSums: cute.Tensor, num_groups: Int32, run_log2: Int32, stream: cuda.CUstream):
-        if num_groups > 0:
-            self.kernel(given, mSums, run_log2).launch(
-                **launch_shape(self.traits, num_groups),
+    def _launch(self, given: tuple, mSums: cute.Tensor, num_teams: Int32, log_rows: Int32, stream: cuda.CUstream):
+        if num_teams > 0:
+            self.kernel(given, mSums, log_rows).launch(
+                **launch_shape(self.traits, num_teams),
                 stream=stream,
                 use_pdl=self.traits.dependent_launch and not self.traits.deterministic,
             )
 
     @cute.kernel
-    def kernel(self, given: tuple, mSums: cute.Tensor, run_log2: Int32):
+    def kernel(
+        self,
+        given: tuple,  # the tensors of `entry_names(BACKWARD)`
+        mSums: cute.Tensor,  # (column, window entry, team)
+        log_rows: Int32,
+    ):
         if cutlass.const_expr(self.traits.dependent_launch):
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         tile = self.traits.tile
         ops = Operands(device_names(BACKWARD), given)
         num_rows = ops.mGradOut.shape[0]
-        rows = RowLane(self.traits, ops, num_rows, run_log2)
+        rows = RowWorker(self.traits, ops, num_rows, log_rows)
         window = WindowStream(rows, smem, ops)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(tile.split_window) else None
-        outputs = (Rows(ops.mGradKv), Rows(ops.mGradScore))
+        outputs = Outputs(Rows(ops.mGradKv), Rows(ops.mGradScore))
         ape = window.load_ape(ops.mApe)
         state = window.start()
         ZeroFill(rows, num_rows, outputs).run()
@@ -101,10 +108,11 @@ class Backward:
             gradients = self._gradients(window, exchange, ape, stage, step)
             self._store(window, outputs, sums, window.sCode[stage], gradients)
             stage = window.next_stage(stage)
-        sums.hand_on()
+        sums.store()
 
     def _gradients(self, window, exchange, ape, stage, step):
-        """A function from window entry to (gradients of the values, gradients of the scores), one of each for each of the lane's columns."""
+        """A function from window entry to (gradients of the values, gradients of the scores), one of each for each of
+        the lane's columns."""
         grad_out = window.read_grad_out(stage)
         split_window = self.traits.tile.split_window
         parts = pool_part(window, ape, stage, self.arithmetic, empty_is_nan=not split_window)
@@ -136,24 +144,22 @@ class Backward:
         """
         value_gradients = [g * weight for g, weight in zip(grad_out, weights)]
         score_gradients = []
-        for g, weight, value, (_, _, mean) in zip(grad_out, weights, values, wholes):
+        for g, weight, value, whole in zip(grad_out, weights, values, wholes):
             # g - g is 0, or NaN for a gradient that is not finite: the eager sum of dp * p is NaN then
-            total = fma_rn(g, mean, g - g)
+            total = fma_rn(g, whole.mean, g - g)
             score_gradients.append(weight * fma_rn(g, value, -total))
         return value_gradients, score_gradients
 
     def _kept_weights(self, parts, wholes):
         """A function from window entry to its shares of the joined window, from the weights within the part."""
-        factors = [
-            self.arithmetic.exp(part.max - largest) * inverse for part, (largest, inverse, _) in zip(parts, wholes)
-        ]
+        factors = [self.arithmetic.exp(part.max - whole.max) * whole.inverse for part, whole in zip(parts, wholes)]
         return lambda slot: [part.weights[slot] * factor for part, factor in zip(parts, factors)]
 
     def _new_weights(self, window, ape, stage, wholes):
         """The same from the scores, for windows whose weights are too many to keep."""
         return lambda slot: [
-            self.arithmetic.weight(z - largest) * inverse
-            for z, (largest, inverse, _) in zip(logits(window, ape, stage, slot), wholes)
+            self.arithmetic.weight(z - whole.max) * whole.inverse
+            for z, whole in zip(logits(window, ape, stage, slot), wholes)
         ]
 
     @cute.jit
@@ -182,7 +188,8 @@ class Backward:
                 for slot in cutlass.range_constexpr(self.traits.slots):
                     self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
             else:
-                # nothing is kept for an entry, so the loop need not be unrolled: hundreds of addresses would not fit the registers
+                # nothing is kept for an entry, so the loop need not be unrolled: hundreds of addresses would not fit
+                # the registers
                 for slot in cutlass.range(self.traits.slots, unroll=1):
                     self._store_if_valid(window, outputs, sums, token, code, slot, gradients)
 
@@ -195,11 +202,11 @@ class Backward:
             self._store_entry(window, outputs, sums, token, slot, gradients)
 
     def _store_entry(self, window, outputs, sums, token, slot, gradients):
-        block, place = window.position(slot)
-        row, half_col = token + block * self.traits.problem.ratio + place, block * self.traits.problem.head_dim
+        block, ape_row = window.position(slot)
+        row, half_col = token + block * self.traits.problem.ratio + ape_row, block * self.traits.problem.head_dim
         values, scores = gradients(slot)
-        window.store(outputs[0], row, half_col, values)
-        window.store(outputs[1], row, half_col, scores)
+        window.store(outputs.kv, row, half_col, values)
+        window.store(outputs.score, row, half_col, scores)
         sums.add(slot, scores)
 
 

@@ -1,7 +1,8 @@
 """What a compressor kernel is compiled for, and how its work is cut. Pure Python: no torch, no cutlass.
 
-The window of one output row has ``coff * ratio`` entries; an entry is one token's value and score in one column. Every (token, column) is
-used by at most one window, so the kernels read each input once and are bound by memory.
+The pooled window of one output row, here just "window", has ``coff * ratio`` entries; an entry is one token's value and
+score in one column. Every (token, column) is used by at most one window, so the kernels read each input once and are
+bound by memory.
 """
 
 from collections.abc import Iterator
@@ -9,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from cuteforge.errors import UnsupportedError
 from cuteforge.op.signature import ITEMSIZE
-from cuteforge.runtime.arch import Arch
+from cuteforge.runtime.arch import WARP, Arch
 
-WARP = 32
 MAX_RATIO = 256
 MAX_EAGER_RATIO = 16  # up to here a window stays in one warp and gradients have the bits of the eager computation
 SMEM_ALIGNMENT = 128
@@ -43,7 +43,8 @@ class Problem:
 
     @property
     def vector_elems(self) -> int:
-        """Elements of the widest access, at most 16 bytes, that divides a half row: what alignment the operands must have."""
+        """Elements of the widest access, at most 16 bytes, that divides a half row: what alignment the operands must
+        have."""
         elems = 16 // ITEMSIZE[self.dtype]
         while self.head_dim % elems:
             elems //= 2
@@ -59,8 +60,8 @@ class Tile:
     """How a CTA works.
 
     A warp owns ``active_lanes * cols_per_lane`` adjacent columns and takes output rows one after another. It copies the
-    window of each row into its own ring of ``num_stages`` shared-memory slots. With ``split_window`` the warps of a CTA
-    share the window of one row instead.
+    window of each row into its own ring of ``num_stages`` stages in shared memory. With ``split_window`` the warps of a
+    CTA share the window of one row instead.
 
     ``resident`` keeps ape and, backward, the sums for the whole kernel, and the weights of a window between the two
     passes over it, in registers; otherwise ape is read, the weights are computed and the sums are updated in memory
@@ -103,14 +104,14 @@ class Traits:
         return self.tile.num_warps // self.problem.coff
 
     @property
-    def chunk_cols(self) -> int:
+    def strip_cols(self) -> int:
         """Columns that one warp handles."""
         return self.tile.active_lanes * self.tile.cols_per_lane
 
     @property
     def runs_per_entry(self) -> int:
         """Copies of the widest access that make up a warp's columns of one window entry."""
-        return max(self.chunk_cols // self.problem.vector_elems, 1)
+        return max(self.strip_cols // self.problem.vector_elems, 1)
 
     @property
     def runs_per_window(self) -> int:
@@ -123,14 +124,14 @@ class Traits:
         return -(-self.runs_per_window // WARP)
 
     @property
-    def num_chunks(self) -> int:
-        """Column chunks of a row."""
-        return -(-self.problem.head_dim // self.chunk_cols)
+    def num_strips(self) -> int:
+        """Strips of columns of a row."""
+        return -(-self.problem.head_dim // self.strip_cols)
 
     @property
     def stage_elems(self) -> int:
-        """Elements of one slot of a warp's ring: values, scores, and for the backward pass a run of grad_out."""
-        return (2 * self.slots + self.backward) * self.chunk_cols
+        """Elements of one stage of a warp's ring: values, scores, and for the backward pass a run of grad_out."""
+        return (2 * self.slots + self.backward) * self.strip_cols
 
     @property
     def ring_elems(self) -> int:
@@ -161,9 +162,9 @@ def max_ctas(traits: Traits, arch: Arch) -> int:
 
 
 def workspace_bytes(traits: Traits, num_ctas: int) -> int:
-    """Partial sums of the gradient of ape: one for each group of CTAs, whatever the number of rows."""
-    groups = max(num_ctas // traits.num_chunks, 1)
-    return groups * traits.problem.window * traits.problem.head_dim * 4
+    """Partial sums of the gradient of ape: one for each team of CTAs, whatever the number of rows."""
+    teams = max(num_ctas // traits.num_strips, 1)
+    return teams * traits.problem.window * traits.problem.head_dim * 4
 
 
 def select_traits(problem: Problem, arch: Arch, backward: bool, deterministic: bool = True) -> Traits:
@@ -190,10 +191,11 @@ def why_not(traits: Traits, arch: Arch) -> str | None:
     return arch.why_not_resident(traits.tile, traits.smem_bytes, traits.tile.ctas_per_sm)
 
 
-# The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and, backward, sums, and copies
-# narrower than 4 bytes take an address each. The tests compile what comes out for every architecture with spills as errors. Two stages, one
-# window in flight a warp, are as fast as three or better: more bytes in flight than about 64 KB an SM slow the DRAM down (H200, 131072
-# tokens, backward: 296 us with 2 stages, 309 with 3).
+# The limits below are of registers: a lane holds about slots * cols_per_lane of each of ape, weights, values and,
+# backward, sums, and copies narrower than 4 bytes take an address each. The tests compile what comes out for every
+# architecture with spills as errors. Two stages, one window in flight a warp, are as fast as three or better: more
+# bytes in flight than about 64 KB an SM slow the DRAM down (H200, 131072 tokens, backward: 296 us with 2 stages, 309
+# with 3).
 
 
 def _forward_tile(problem: Problem) -> Tile:

@@ -12,7 +12,8 @@ from cuteforge.runtime.build import Build
 
 
 def build_entry(kernel: Any, op: str) -> Build:
-    """A kernel of an op, for `runtime.compile_cache`. After the tensors its entry takes the CTAs that fill the GPU once, and a stream."""
+    """A kernel of an op, for `runtime.compile_cache`. After the tensors its entry takes the CTAs that fill the GPU
+    once, and a stream."""
     return Build(kernel, (*fake_operands(op, kernel.traits), Int32(1), make_fake_stream()), op)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward
-from cuteforge.families.csa.compressor.config import MAX_EAGER_RATIO, WARP, Traits, max_ctas
-from cuteforge.runtime.arch import Arch
+from cuteforge.families.csa.compressor.config import MAX_EAGER_RATIO, Traits, max_ctas
+from cuteforge.runtime.arch import WARP, Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, counted, host_numbers, kernel_name
 
@@ -26,16 +26,17 @@ def describe(op: CSACompressorForward | CSACompressorBackward, arch: Arch) -> Ke
     if isinstance(found, str):
         reasons.append(f"the plan is not known: {found}")
     else:
-        groups, run_log2 = found
-        plan = LaunchPlan(groups * traits.num_chunks, WARP * traits.tile.num_warps)
-        chunks = f"{counted(traits.num_chunks, 'chunk')} of {traits.chunk_cols} columns"
-        each = f"{counted(groups, 'CTA')} in each of {chunks}"
-        reasons.append(f"{counted(rows, 'row')} for {each}, {counted(1 << run_log2, 'row')} at a time")
+        teams, log_rows = found
+        plan = LaunchPlan(teams * traits.num_strips, WARP * traits.tile.num_warps)
+        strips = f"{counted(traits.num_strips, 'strip')} of {traits.strip_cols} columns"
+        each = f"{counted(teams, 'CTA')} in each of {strips}"
+        reasons.append(f"{counted(rows, 'row')} for {each}, {counted(1 << log_rows, 'row')} at a time")
     return KernelFacts(kernel_name(key), arch.name, arch.num_sms, traits.tile, traits.smem_bytes, plan, tuple(reasons))
 
 
 def _why_tile(traits: Traits) -> str:
     problem = traits.problem
     if traits.tile.split_window:
-        return f"a ratio of {problem.ratio} is above {MAX_EAGER_RATIO}: the warps of a CTA share a window of {problem.window}"
+        large = f"a ratio of {problem.ratio} is above {MAX_EAGER_RATIO}"
+        return f"{large}: the warps of a CTA share a window of {problem.window}"
     return f"a ratio of {problem.ratio} is up to {MAX_EAGER_RATIO}: a warp holds a window of {problem.window}"

@@ -1,18 +1,19 @@
 """Forward kernel: out[row, col] = sum_k v_k * softmax_k(score_k + ape_k) over the window of the row.
 
-One source for sm_80 and up, every ratio, coff, head dim and dtype. Memory-bound: window.py says how the bytes are kept in flight.
+One source for sm_80 and up, every ratio, coff, head dim and dtype. Memory-bound: window.py says how the bytes are kept
+in flight.
 """
 
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.traced import Operands, named_kernel
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.entry import build_entry
+from cuteforge.families.csa.compressor.matrix_rows import Rows
 from cuteforge.families.csa.compressor.operands import FORWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
-from cuteforge.families.csa.compressor.row_lanes import RowLane, launch_shape, row_plan
+from cuteforge.families.csa.compressor.row_workers import RowWorker, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
 from cuteforge.runtime.build import Build
 
@@ -27,21 +28,21 @@ class Forward:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Args: arguments: the tensors of `entry_names(FORWARD)`, None for those that the op does not have; the CTAs that
-        fill the GPU once; the stream.
+        """Args: arguments: the tensors of `entry_names(FORWARD)`, None for those that the op does not have; the CTAs
+        that fill the GPU once; the stream.
         """
         *given, max_ctas, stream = arguments
         num_rows = Operands(device_names(FORWARD), given).mOut.shape[0]
         if num_rows > 0:
-            groups, run_log2 = row_plan(self.traits, num_rows, max_ctas)
-            self.kernel(tuple(given), run_log2).launch(**launch_shape(self.traits, groups), stream=stream)
+            teams, log_rows = row_plan(self.traits, num_rows, max_ctas)
+            self.kernel(tuple(given), log_rows).launch(**launch_shape(self.traits, teams), stream=stream)
 
     @cute.kernel
-    def kernel(self, given: tuple, run_log2: Int32):
+    def kernel(self, given: tuple, log_rows: Int32):
         ops = Operands(device_names(FORWARD), given)
         smem = cutlass.memory.SmemAllocator()
         split_window = self.traits.tile.split_window
-        rows = RowLane(self.traits, ops, ops.mOut.shape[0], run_log2)
+        rows = RowWorker(self.traits, ops, ops.mOut.shape[0], log_rows)
         window = WindowStream(rows, smem, ops)
         exchange = PartExchange(self.traits, smem) if cutlass.const_expr(split_window) else None
         out = Rows(ops.mOut)
@@ -61,15 +62,15 @@ class Forward:
 
     def _join_and_store(self, window, exchange, parts, out, step):
         exchange.publish(window, parts, step, self.arithmetic)
-        self._store_in_turn(window, exchange, out, step)
+        self._store_by_one_warp(window, exchange, out, step)
 
     @cute.jit
-    def _store_in_turn(self, window, exchange, out, step: Int32):
-        """The warps take turns at joining the parts of a row."""
+    def _store_by_one_warp(self, window, exchange, out, step: Int32):
+        """Row by row another warp joins the parts."""
         if window.warp == step % self.traits.tile.num_warps:
             cols = range(self.traits.tile.cols_per_lane)
             window.store(
-                out, window.rows.row(step), 0, [exchange.join(window, c, step, self.arithmetic)[2] for c in cols]
+                out, window.rows.row(step), 0, [exchange.join(window, c, step, self.arithmetic).mean for c in cols]
             )
 
 

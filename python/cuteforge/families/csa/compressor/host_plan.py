@@ -6,13 +6,13 @@ A function of the host, compiled and kept as those of kernels are. It launches n
 from cutlass import Int32, Int64, cute
 
 from cuteforge.families.csa.compressor.config import Traits
-from cuteforge.families.csa.compressor.row_lanes import row_plan
+from cuteforge.families.csa.compressor.row_workers import row_plan
 from cuteforge.runtime.build import Build
 from cuteforge.runtime.host_results import store_results
 
 
 def build(traits: Traits) -> Build:
-    """A function of rows, CTAs that fill the GPU, and an address for groups and log2 of a run, as of `row_plan`."""
+    """A function of rows, CTAs that fill the GPU, and an address for the two numbers of `row_plan`."""
 
     @cute.jit
     def plan(num_rows: Int32, max_ctas: Int32, address: Int64):

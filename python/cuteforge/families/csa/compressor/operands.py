@@ -1,7 +1,8 @@
-"""The operands of the compressor's ops: one table, from which everything that lists them is made. Pure Python: no torch, no cutlass.
+"""The operands of the compressor's ops: one table, from which everything that lists them is made. Pure Python: no
+torch, no cutlass.
 
-From a row come an operand's line in the validation table, its tensor among those of the compiled entry, its name in the kernels, the operand
-without memory that they are compiled with, and its term in the schema of the torch op.
+From a row come an operand's line in the validation table, its tensor among those of the compiled entry, its name in the
+kernels, the operand without memory that they are compiled with, and its term in the schema of the torch op.
 
 A new optional operand is a new row, and a keyword in the classes and wrappers of its ops.
 """

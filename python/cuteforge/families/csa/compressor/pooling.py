@@ -1,14 +1,27 @@
-"""Softmax pooling of a window that the warps of a CTA share: each pools its part, then the parts are joined through shared memory."""
+"""Softmax pooling of a window that the warps of a CTA share: each pools its part, then the parts are joined through
+shared memory."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from cutlass import Float32, cute
 
-from cuteforge.device.math import NEG_INF, dot, exp_accurate, exp_fast, keep, max_of, rcp_approx, rcp_rn, select, sum_rn
+from cuteforge.device.math import (
+    NEG_INF,
+    dot,
+    exp_accurate,
+    exp_fast,
+    max_of,
+    rcp_approx,
+    rcp_rn,
+    select,
+    sum_rn,
+    where,
+)
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.csa.compressor.config import Traits
-from cuteforge.families.csa.compressor.segments import WARP
 from cuteforge.families.csa.compressor.window import WindowStream
+from cuteforge.runtime.arch import WARP
 
 
 class Accurate:
@@ -27,9 +40,8 @@ class Accurate:
 class Fast:
     """For results of 16 bits: half the instructions, an error of about |z - max| * 2**-24."""
 
-    LOG2_SCALE = (
-        -9
-    )  # a window has at most 512 entries: weights of at most 2**-9 keep a sum of large finite values from overflowing
+    # A window has at most 512 entries: weights of at most 2**-9 keep a sum of large finite values from overflowing.
+    LOG2_SCALE = -9
 
     exp = staticmethod(exp_fast)
     rcp = staticmethod(rcp_approx)
@@ -45,7 +57,8 @@ class Fast:
 
 @dataclass
 class Part:
-    """One column of a part of a window: its largest z, the weights exp(z - max) up to a common factor, their sum, and the values."""
+    """One column of a part of a window: its largest z, the weights exp(z - max) up to a common factor, their sum, and
+    the values."""
 
     max: Float32
     weights: list
@@ -61,13 +74,15 @@ class Part:
 
 
 def logits(window: WindowStream, ape, stage, slot: int) -> list:
-    """score + ape of window entry `slot` for each of the lane's columns, -inf where the entry takes no part in the row."""
+    """score + ape of window entry `slot` for each of the lane's columns, -inf where the entry takes no part in the
+    row."""
     valid = window.is_valid(slot, window.sCode[stage] < 0)
-    return [keep(valid, s + a, NEG_INF) for s, a in zip(window.read_scores(stage, slot), ape(slot))]
+    return [where(valid, s + a, NEG_INF) for s, a in zip(window.read_scores(stage, slot), ape(slot))]
 
 
 def pool_part(window: WindowStream, ape, stage, arithmetic, empty_is_nan: bool) -> list:
-    """The `Part` of this warp for each of the lane's columns. A part of nothing but -inf weighs 0, or NaN with `empty_is_nan`."""
+    """The `Part` of this warp for each of the lane's columns. A part of nothing but -inf weighs 0, or NaN with
+    `empty_is_nan`."""
     slots = range(window.traits.slots)
     z = [logits(window, ape, stage, slot) for slot in slots]
     values = [window.read_values(stage, slot) for slot in slots]
@@ -78,6 +93,15 @@ def pool_part(window: WindowStream, ape, stage, arithmetic, empty_is_nan: bool) 
         weights = [arithmetic.weight(z[k][c] - shift) for k in slots]
         parts.append(Part(largest, weights, sum_rn(weights), [values[k][c] for k in slots]))
     return parts
+
+
+class Joined(NamedTuple):
+    """One column of a whole window: its largest z, 1 / the sum of the weights exp(z - max), and the weighted mean of
+    the values."""
+
+    max: Any
+    inverse: Any
+    mean: Any
 
 
 class PartExchange(TraceConstant):
@@ -97,11 +121,12 @@ class PartExchange(TraceConstant):
                 self.sPart[c, window.lane, field, window.warp, step % 2] = value
         cute.arch.sync_threads()
 
-    def join(self, window: WindowStream, c: int, step, arithmetic):
-        """(max, 1 / sum of weights, mean) over the whole window, for column `c` of the lane."""
+    def join(self, window: WindowStream, c: int, step, arithmetic) -> Joined:
+        """Column `c` of the lane, over the whole window."""
         warps = range(self.num_warps)
-        field = [[self.sPart[c, window.lane, f, w, step % 2] for w in warps] for f in range(self.FIELDS)]
-        largest = max_of(field[0])
-        weights = [field[1][w] * arithmetic.exp(field[0][w] - largest) for w in warps]
+        fields = ([self.sPart[c, window.lane, f, w, step % 2] for w in warps] for f in range(self.FIELDS))
+        maxima, totals, means = fields
+        largest = max_of(maxima)
+        weights = [totals[w] * arithmetic.exp(maxima[w] - largest) for w in warps]
         inverse = arithmetic.rcp(sum_rn(weights))
-        return largest, inverse, Accurate.mean(field[2], weights, inverse)
+        return Joined(largest, inverse, Accurate.mean(means, weights, inverse))

@@ -10,12 +10,8 @@ import torch
 
 from cuteforge.arguments import flag, integer, kind_of
 from cuteforge.errors import ContractError
-from cuteforge.families.csa.compressor.api import (
-    CSACompressorBackward,
-    CSACompressorForward,
-    check_window,
-    refuse_atomics_if_asked,
-)
+from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward
+from cuteforge.families.csa.compressor.checks import check_window, refuse_atomics_if_asked
 from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, inputs_of
 from cuteforge.op.replay import Recipe
 from cuteforge.op.road import Invocation, Road, Tensors

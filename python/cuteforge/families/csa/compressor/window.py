@@ -1,42 +1,62 @@
 """Streaming the windows of consecutive output rows through shared memory, one ring a warp.
 
-Consecutive output rows of a segment read consecutive tokens, and no element is used twice. So a warp owns a chunk of columns and a run of
-rows, and copies whole windows ahead of their use: the ring keeps ``num_stages - 1`` windows in flight for each warp, which is what hides the
-memory latency, whatever number of registers the arithmetic takes. Only the warp's own lanes touch its ring, so a warp barrier orders it.
+Consecutive output rows of a segment read consecutive tokens, and no element is used twice. So a warp owns a strip of
+columns and some rows, and copies whole windows ahead of their use: the ring keeps ``num_stages - 1`` windows in flight
+for each warp, which is what hides the memory latency, whatever number of registers the arithmetic takes. Only the
+warp's own lanes touch its ring, so a warp barrier orders it.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import ReadOnce, Rows, copy_or_zero, load_fp32, smem_run, store_run
+from cuteforge.device.copy import ReadOnce, load_fp32
 from cuteforge.device.math import select
 from cuteforge.device.traced import Operands, TraceConstant
-from cuteforge.families.csa.compressor.row_lanes import NO_ROW, RowLane
-from cuteforge.families.csa.compressor.segments import WARP
+from cuteforge.families.csa.compressor.matrix_rows import Rows, copy_or_zero, smem_run, store_run
+from cuteforge.families.csa.compressor.row_workers import NO_ROW, RowWorker, SegmentState
+from cuteforge.runtime.arch import WARP
+
+
+class LaneCopy(NamedTuple):
+    """What a lane copies of a window in one round.
+
+    Attributes:
+        entry: of the window.
+        offset: in a stage.
+        exists: whether there is such an entry, with such columns.
+        columns: address of the columns in row 0 of each input.
+    """
+
+    entry: Any
+    offset: Any
+    exists: Any
+    columns: list
 
 
 class WindowStream(TraceConstant):
-    """The windows of this warp's rows, in its columns. What the row loop changes, the segment state and the ring slot, is passed in and out."""
+    """The windows of this warp's rows, in its columns. What the row loop changes, the segment state and the stage, is
+    passed in and out."""
 
-    def __init__(self, rows: RowLane, smem, ops: Operands):
+    def __init__(self, rows: RowWorker, smem, ops: Operands):
         traits = rows.traits
         self.traits, self.rows = traits, rows
         self.lane, self.warp = rows.lane, rows.warp
-        self.chunk_col = rows.chunk * traits.chunk_cols
-        self.col = self.chunk_col + self.lane * traits.tile.cols_per_lane
+        self.strip_col = rows.strip * traits.strip_cols
+        self.col = self.strip_col + self.lane * traits.tile.cols_per_lane
         if traits.tile.active_lanes < WARP:
             self.col = select(self.lane < traits.tile.active_lanes, self.col, Int32(traits.problem.head_dim))
         if traits.tile.split_window:
             self.block = self.warp // traits.warps_per_block if traits.problem.coff == 2 else 0
-            self.first_place = self.warp % traits.warps_per_block * traits.slots
+            self.first_ape_row = self.warp % traits.warps_per_block * traits.slots
         self._allocate(smem, ops.mKv.element_type)
         self.inputs = (Rows(ops.mKv), Rows(ops.mScore))
         # backward it makes no difference, or costs 4 % (3x8192, d 512), 6 % from half a gigabyte on
         self.hint = None if traits.backward else ReadOnce()
         self.grad_out = Rows(ops.mGradOut) if traits.backward else None
-        self.copies = [self._copy_lane(part) for part in range(traits.copy_rounds)]
+        self.copies = [self._lane_copy(part) for part in range(traits.copy_rounds)]
 
     def _allocate(self, smem, dtype) -> None:
         tile = self.traits.tile
@@ -45,37 +65,35 @@ class WindowStream(TraceConstant):
         sCodes = smem.allocate_tensor(Int32, cute.make_layout((tile.num_stages, tile.num_warps)))
         self.sCode = sCodes[None, self.warp]
 
-    def _copy_lane(self, part: int):
-        """What this lane copies of a window in round `part`: (window entry, ring offset, whether it exists, address of its columns in row 0
-        of each input)."""
+    def _lane_copy(self, part: int):
+        """What this lane copies of a window in round `part`."""
         problem, traits = self.traits.problem, self.traits
         run = self.lane + part * WARP
         slot, col = run // traits.runs_per_entry, run % traits.runs_per_entry * problem.vector_elems
-        block, place = self.position(slot)
-        entry = block * problem.ratio + place
+        block, ape_row = self.position(slot)
+        entry = block * problem.ratio + ape_row
         half_col = block * problem.head_dim
-        exists = (self.chunk_col + col < problem.head_dim) & (place < problem.ratio)
-        columns = [rows.column(half_col + self.chunk_col + col) for rows in self.inputs]
-        return entry, slot * traits.chunk_cols + col, exists, columns
+        exists = (self.strip_col + col < problem.head_dim) & (ape_row < problem.ratio)
+        columns = [rows.column(half_col + self.strip_col + col) for rows in self.inputs]
+        return LaneCopy(entry, slot * traits.strip_cols + col, exists, columns)
 
     @cute.jit
     def start(self):
         """Start copying the first windows; returns the segment state.
 
-        The first window is fetched before its segment is known, as if no segment had a tail, and again if that was wrong. With the look-up
-        in one round (`warp_bracket`) this took 8192 tokens of d 128 from 8.4 to 7.8 us forward.
+        The first window is fetched before its segment is known, as if no segment had a tail, and again if that was
+        wrong. With the look-up in one round (`warp_bracket`) this took 8192 tokens of d 128 from 8.4 to 7.8 us forward.
         """
         num_stages = self.traits.tile.num_stages
-        state = (Int32(0), Int32(0), Int32(0), Int32(0))
+        state = SegmentState(Int32(0), Int32(0), Int32(0), Int32(0))
         if num_stages > 1 and self.rows.count > 0:
             row = self.rows.row(0)
             guess = self.rows.guess(row)
             if guess != NO_ROW:
                 self._copy_window(guess, Int32(0))
-            code, *state = self.rows.locate(row, *state)
-            state = tuple(state)
+            code, state = self.rows.locate(row, *state)
             if code != guess:
-                # two copies to one place are not ordered
+                # two copies to one address are not ordered
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(0)
                 self._copy_located(code, Int32(0))
@@ -89,9 +107,10 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def advance(self, step: Int32, stage: Int32, state):
-        """Wait for the window of `step` in ring slot `stage`, and start the copy `num_stages - 1` steps ahead into the slot read last.
+        """Wait for the window of `step` in a stage, and start the copy `num_stages - 1` steps ahead into the stage read
+        last.
 
-        With one slot there is nothing ahead: the window is copied here.
+        With one stage there is nothing ahead: the window is copied here.
         """
         num_stages = self.traits.tile.num_stages
         if cutlass.const_expr(num_stages == 1):
@@ -116,10 +135,10 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def _issue(self, row: Int32, stage: Int32, state):
-        code, *state = self.rows.locate(row, *state)
+        code, state = self.rows.locate(row, *state)
         self._copy_located(code, stage)
         self._copy_row(row, code, stage)
-        return tuple(state)
+        return state
 
     @cute.jit
     def _copy_located(self, code: Int32, stage: Int32):
@@ -138,7 +157,7 @@ class WindowStream(TraceConstant):
 
     @cute.jit
     def _copy_window(self, code: Int32, stage: Int32):
-        """Start copying the window of a row into ring slot `stage`. Entries before a segment's first token become 0."""
+        """Start copying the window of a row into a stage. Entries before a segment's first token become 0."""
         problem, traits = self.traits.problem, self.traits
         token = self.first_token(code)
         first_entry = (
@@ -152,14 +171,14 @@ class WindowStream(TraceConstant):
                 self._copy_round(part, token, first_entry, base)
 
     def _copy_round(self, part: int, token, first_entry, base) -> None:
-        entry, offset, exists, columns = self.copies[part]
-        wanted = exists & (entry >= first_entry)
-        for index, (rows, column) in enumerate(zip(self.inputs, columns)):
-            line = base + index * self.traits.slots * self.traits.chunk_cols
+        copy = self.copies[part]
+        wanted = copy.exists & (copy.entry >= first_entry)
+        for index, (rows, column) in enumerate(zip(self.inputs, copy.columns)):
+            line = base + index * self.traits.slots * self.traits.strip_cols
             copy_or_zero(
                 rows,
-                rows.at(column, token + entry),
-                smem_run(self.sRing, line + offset, self.traits.problem.vector_elems),
+                rows.at(column, token + copy.entry),
+                smem_run(self.sRing, line + copy.offset, self.traits.problem.vector_elems),
                 wanted,
                 self.hint,
             )
@@ -167,12 +186,12 @@ class WindowStream(TraceConstant):
     @cute.jit
     def _copy_grad_out(self, row: Int32, stage: Int32):
         traits, elems = self.traits, self.traits.problem.vector_elems
-        base = stage * traits.stage_elems + 2 * traits.slots * traits.chunk_cols
+        base = stage * traits.stage_elems + 2 * traits.slots * traits.strip_cols
         for part in cutlass.range_constexpr(-(-traits.runs_per_entry // WARP)):
             col = (self.lane + part * WARP) * elems
-            if col < traits.chunk_cols:
-                address = self.grad_out.at(self.grad_out.column(self.chunk_col + col), row)
-                exists = self.chunk_col + col < traits.problem.head_dim
+            if col < traits.strip_cols:
+                address = self.grad_out.at(self.grad_out.column(self.strip_col + col), row)
+                exists = self.strip_col + col < traits.problem.head_dim
                 copy_or_zero(self.grad_out, address, smem_run(self.sRing, base + col, elems), exists, self.hint)
 
     def read_values(self, stage, slot: int):
@@ -187,7 +206,7 @@ class WindowStream(TraceConstant):
 
     def _read(self, stage, line: int):
         cols = self.traits.tile.cols_per_lane
-        offset = stage * self.traits.stage_elems + line * self.traits.chunk_cols + self.lane * cols
+        offset = stage * self.traits.stage_elems + line * self.traits.strip_cols + self.lane * cols
         return load_fp32(smem_run(self.sRing, offset, cols))
 
     def first_token(self, code):
@@ -195,22 +214,24 @@ class WindowStream(TraceConstant):
         return select(code < 0, ~code, code) - (self.traits.problem.coff - 1) * self.traits.problem.ratio
 
     def position(self, slot):
-        """(block of the window, place in it) of this warp's entry `slot`: Python ints if `slot` is one and the window is not split.
+        """(block of the window, row of ape) of this warp's entry `slot`: Python ints if `slot` is one and the window is
+        not split.
 
-        The place is the entry's row of ape, the block its half of the columns; ``block * ratio + place`` counts its tokens.
+        The row of ape is the token within the block, the block the half of the columns; ``block * ratio + ape_row``
+        counts the tokens.
         """
         if self.traits.tile.split_window:
-            return self.block, self.first_place + slot
+            return self.block, self.first_ape_row + slot
         return slot // self.traits.problem.ratio, slot % self.traits.problem.ratio
 
     def is_valid(self, slot: int, is_first):
         """Whether window entry `slot` takes part in a row; None when it always does."""
-        block, place = self.position(slot)
+        block, ape_row = self.position(slot)
         conditions = []
         if self.traits.problem.coff == 2 and not (isinstance(block, int) and block == 1):
             conditions.append(~(is_first & (block == 0)))
         if self.traits.has_spare_slots:
-            conditions.append(place < self.traits.problem.ratio)
+            conditions.append(ape_row < self.traits.problem.ratio)
         if not conditions:
             return None
         return conditions[0] if len(conditions) == 1 else conditions[0] & conditions[1]
@@ -231,14 +252,14 @@ class WindowStream(TraceConstant):
     @cute.jit
     def _load_ape_entry(self, mApe: cute.Tensor, slot: int):
         problem = self.traits.problem
-        block, place = self.position(slot)
+        block, ape_row = self.position(slot)
         columns = []
         for c in cutlass.range_constexpr(self.traits.tile.cols_per_lane):
             value = Float32(0.0)
             wanted = self.col + c < problem.head_dim
             if cutlass.const_expr(self.traits.has_spare_slots):
-                wanted = wanted and place < problem.ratio
+                wanted = wanted and ape_row < problem.ratio
             if wanted:
-                value = mApe[place, block * problem.head_dim + self.col + c]
+                value = mApe[ape_row, block * problem.head_dim + self.col + c]
             columns.append(value)
         return columns

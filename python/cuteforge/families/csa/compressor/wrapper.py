@@ -26,24 +26,37 @@ def csa_compressor_forward_wrapper(
     Dims: T packed tokens, B segments, N output rows, d head dim.
 
     Args:
-        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, one dtype.
+        kv, score: ``(T, coff*d)`` bf16, fp16 or fp32, of one dtype.
         ape: ``(ratio, coff*d)`` fp32.
-        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` offsets; int32, or int64 which is converted.
-        ratio, coff: the window: 1 to 256 tokens a block, 1 or 2 blocks.
+        cu_seqlens, cu_seqlens_comp: ``(B+1,)`` int32, or int64, which is converted.
+        ratio, coff: tokens of a block, 1 to 256, and the blocks that a row pools, 1 or 2.
         head_dim: d; None takes it from kv.
-        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which synchronizes. More rows than that is capacity padding, fewer truncates.
-        stream: where allocation, copies and launch happen, and the backward's; None is torch's current stream of kv's device, and the
-            only choice under torch.compile.
+        total_comp: N. None reads ``cu_seqlens_comp[-1]``, which waits for the GPU. More rows than that are padding up
+            to a fixed capacity; with fewer the rest is left out.
+        stream: where allocation, copies and launch happen, and the backward's. None is torch's current stream on kv's
+            device, and the only choice under torch.compile.
 
     Returns:
-        ``TupleDict(out=(N, d))``, dtype of kv. In grad mode it carries a graph for kv, score and ape, once differentiable.
+        ``TupleDict(out=(N, d))``, dtype of kv. In grad mode it carries a graph for kv, score and ape, once
+        differentiable.
 
-    An operand whose strides or alignment the kernel does not read is copied first, on the launch stream. Never falls back to another
-    implementation.
+    If the kernel cannot read an input's strides or alignment, the input is copied first, on the launch stream. Never
+    falls back to another implementation.
 
     Raises:
         ContractError: the arguments contradict each other; names the argument. Nothing was launched.
         UnsupportedError: a GPU or a ratio that the kernels do not serve.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import csa_compressor_forward_wrapper
+        >>> kv, score = torch.randn(2, 25, 2 * 64, device="cuda", dtype=torch.bfloat16)  # segments of 20 and 5 tokens
+        >>> ape = torch.randn(4, 2 * 64, device="cuda")
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)  # a row for every 4 tokens
+        >>> out = csa_compressor_forward_wrapper(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp=6)["out"]
+        >>> out.shape
+        torch.Size([6, 64])
     """
     inputs, options = (kv, score, ape, cu_seqlens, cu_seqlens_comp), (ratio, head_dim, coff)
     if total_comp is None:
@@ -81,6 +94,18 @@ def csa_compressor_backward_wrapper(
         ContractError, UnsupportedError: as the forward wrapper; also for an operand that requires grad in grad mode, since no graph is
             recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
+
+    Examples:
+        >>> import torch
+        >>> from cuteforge import csa_compressor_backward_wrapper
+        >>> kv, score = torch.randn(2, 25, 64, device="cuda", dtype=torch.bfloat16)
+        >>> ape, grad_out = torch.zeros(4, 64, device="cuda"), torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+        >>> cu_seqlens = torch.tensor([0, 20, 25], device="cuda", dtype=torch.int32)
+        >>> cu_seqlens_comp = torch.tensor([0, 5, 6], device="cuda", dtype=torch.int32)
+        >>> tensors = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
+        >>> grad_kv, grad_score, grad_ape = csa_compressor_backward_wrapper(*tensors, ratio=4, coff=1)
+        >>> bool(grad_kv[24].eq(0).all())  # the last token is in no block
+        True
     """
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
     results = BACKWARD_ROAD.call(inputs, (ratio, head_dim, coff, deterministic), stream)

@@ -1,22 +1,34 @@
 """Exact zeros for the gradients of tokens that no window consumes."""
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Int32, cute
 
-from cuteforge.device.copy import Rows
 from cuteforge.device.traced import TraceConstant
-from cuteforge.families.csa.compressor.row_lanes import RowLane
-from cuteforge.families.csa.compressor.segments import WARP, lane_count_le
+from cuteforge.families.csa.compressor.matrix_rows import Rows
+from cuteforge.families.csa.compressor.row_workers import RowWorker
+from cuteforge.families.csa.compressor.segments import lane_count_le
+from cuteforge.runtime.arch import WARP
+
+
+class Outputs(NamedTuple):
+    """The gradients by token."""
+
+    kv: Rows
+    score: Rows
 
 
 class ZeroFill(TraceConstant):
     """Finds the unconsumed (token, column half) pairs by token, one token a lane, and stores 0 there.
 
-    A half is the columns that one window reads of a token: all of them for coff 1. For coff 2 the second half is read by the token's own
-    block and the first half by the block after it. The rule is that of `RowLane`: what a row consumes is never filled.
+    A half is the columns that one window reads of a token: all of them for coff 1. For coff 2 the second half is read
+        by the token's own
+    block and the first half by the block after it. The rule is that of `RowWorker`: what a row consumes is never
+    filled.
     """
 
-    def __init__(self, rows: RowLane, num_rows, outputs: tuple[Rows, Rows]):
+    def __init__(self, rows: RowWorker, num_rows, outputs: Outputs):
         self.rows = rows
         self.problem = rows.traits.problem
         self.mCuSeqlens, self.mCuSeqlensComp = rows.mCuSeqlens, rows.mCuSeqlensComp
@@ -39,7 +51,8 @@ class ZeroFill(TraceConstant):
 
     @cute.jit
     def _blocks_around(self, token: Int32):
-        """(block of the token in its segment, first block with an output row, one past the last); no blocks outside every segment."""
+        """(block of the token in its segment, first block with an output row, one past the last); no blocks outside
+        every segment."""
         num_segments = self.rows.num_segments
         segment = lane_count_le(self.mCuSeqlens, num_segments + 1, token) - 1
         block, first, end = Int32(0), Int32(0), Int32(0)

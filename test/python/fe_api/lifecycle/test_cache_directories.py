@@ -1,4 +1,7 @@
-"""What is compiled and when: keys, threads, processes, damaged and unusable cache directories."""
+"""What is compiled and when: keys, threads, processes, damaged and unusable cache directories.
+
+The run time is that of all families; the compressor stands for them.
+"""
 
 import shutil
 
@@ -227,7 +230,8 @@ def grows():
     (threads_before, free_before), (threads_after, free_after) = levels[-2:]
     return threads_after > threads_before or free_before - free_after >= 16 * 2**20
 
-# Free memory is of the whole GPU: other processes take some in one round or another, and what is leaked here goes in each.
+# Free memory is of the whole GPU: other processes take some in one round or another, and what is leaked here goes in
+# each.
 while len(levels) < 3 or (grows() and len(levels) < 12):
     for config in configs:
         check(config)

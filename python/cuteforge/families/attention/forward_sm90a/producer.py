@@ -1,4 +1,4 @@
-"""The warps that copy: what each work tile is and its queries, and its keys and values."""
+"""The producer warps: what each work tile is and its queries, and its keys and values."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from cuteforge.device.rows_sm90 import RowCopier
 from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.buffers import KEYS, VALUES, Buffers
-from cuteforge.families.attention.forward_sm90a.config import COPY_WARPS, TOKEN_WARPS
+from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, TOKEN_WARPS
 from cuteforge.families.attention.forward_sm90a.schedule import Schedule
 from cuteforge.families.attention.forward_sm90a.token_tiles import Tail, TileBoxes, TileRows, no_tail
 from cuteforge.families.attention.parts.result import store_nothing
@@ -20,14 +20,15 @@ from cuteforge.runtime.arch import WARP
 
 
 class TokenCursor(NamedTuple):
-    """Where a copying warp is in the buffers of keys, or of values: the stage, its parity, and that of `Buffers.loaded`."""
+    """Where a producer warp is in the buffers of keys, or of values: the stage, its phase, and that of
+    `Buffers.loaded`."""
 
     stage: Any
-    parity: Any
-    loaded_parity: Any
+    phase: Any
+    loaded_phase: Any
 
 
-class Loads(TraceConstant):
+class ProducerWarp(TraceConstant):
     """Keeps the buffers of a CTA full, work tile after work tile. Each method is what one or more warps do all the
     time.
 
@@ -49,7 +50,7 @@ class Loads(TraceConstant):
 
     @cute.jit
     def run(self, warp: Int32):
-        """What one of the copying warps does."""
+        """What one of the producer warps does."""
         if cutlass.const_expr(isinstance(self.by_tma, bool)):
             if cutlass.const_expr(self.by_tma):
                 self._copy_boxes(warp)
@@ -70,15 +71,17 @@ class Loads(TraceConstant):
                 tiles.append(TileBoxes(self.traits, copies, which, self.buffers.loaded, self.lane))
             self._copy_tokens(warp == KEYS, tiles, None)
         else:
-            self._copy_queries(RowCopier(self.row_bytes[:1], COPY_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane))
+            self._copy_queries(
+                RowCopier((self.row_bytes.key,), PRODUCER_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane)
+            )
 
     @cute.jit
     def _copy_rows(self, warp: Int32):
         """Row by row from wherever they are: keys by one half of the warps, values by the other, queries by all."""
-        half = COPY_WARPS // 2
+        half = PRODUCER_WARPS // 2
         copier = RowCopier(self.row_bytes, half, warp % half, self.lane)
         tiles = [TileRows(self.traits, copier, which, row_bytes) for which, row_bytes in enumerate(self.row_bytes)]
-        self._copy_tokens(warp < half, tiles, RowCopier(self.row_bytes[:1], COPY_WARPS, warp, self.lane))
+        self._copy_tokens(warp < half, tiles, RowCopier((self.row_bytes.key,), PRODUCER_WARPS, warp, self.lane))
 
     @cute.jit
     def _copy_tokens(self, are_keys, tiles: cutlass.Constexpr, query_copier: RowCopier | None):
@@ -90,83 +93,84 @@ class Loads(TraceConstant):
             tiles: of keys, and of values.
             query_copier: copies the queries of each work tile as well, where it is given.
         """
-        query_stage, query_parity = Int32(0), Int32(0)
+        query_stage, query_phase = Int32(0), Int32(0)
         cursor = TokenCursor(*(Int32(0),) * 3)
         tail = no_tail()
-        at = self.schedule.first()
-        while self.schedule.has(at):
-            work = self.schedule.look_up(at)
+        position = self.schedule.first()
+        while self.schedule.has(position):
+            work = self.schedule.look_up(position)
             first, end = work.key_tiles()
             if cutlass.const_expr(query_copier is not None):
-                query_stage, query_parity = self._copy_queries_of(
-                    work, end - first, query_copier, query_stage, query_parity
+                query_stage, query_phase = self._copy_queries_of(
+                    work, end - first, query_copier, query_stage, query_phase
                 )
             if are_keys:
                 cursor, tail = self._copy_tiles(work, tiles[KEYS], first, end, cursor, tail)
             else:
                 cursor, tail = self._copy_tiles(work, tiles[VALUES], first, end, cursor, tail)
-            at = self.schedule.after(at)
+            position = self.schedule.after(position)
         if not are_keys:
-            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, cursor.loaded_parity)
+            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, cursor.loaded_phase)
         if cutlass.const_expr(query_copier is not None):
-            self._tell_end(query_copier, query_stage, query_parity)
+            self._publish_end(query_copier, query_stage, query_phase)
 
     @cute.jit
     def _copy_tiles(
         self, work: WorkTile, tiles: cutlass.Constexpr, first: Int32, end: Int32, cursor: TokenCursor, tail: Tail
     ):
-        """The tiles of a work tile, looked up one ahead. Returns the cursor at the next one, and the tail of the last."""
+        """The tiles of a work tile, looked up one ahead. Returns the cursor at the next one, and the tail of the
+        last."""
         stages = self.buffers.tokens[tiles.which]
-        stage, parity, loaded_parity = cursor
+        stage, phase, loaded_phase = cursor
         found = tiles.look_up(work, first)
         for tile in cutlass.range(first, end, unroll=1):
             after = tiles.look_up(work, tile + 1)
             if cutlass.const_expr(tiles.which == VALUES):
-                loaded_parity = tiles.finish(stages, tail, loaded_parity)
-            stages.wait_free(stage, parity)
+                loaded_phase = tiles.finish(stages, tail, loaded_phase)
+            stages.producer_acquire(stage, phase)
             tail = tiles.copy(work, stages, stage, tile, found, tail)
             found = after
-            stage, parity = stages.next(stage, parity)
-        return TokenCursor(stage, parity, loaded_parity), tiles.end_work(stages, tail)
+            stage, phase = stages.next(stage, phase)
+        return TokenCursor(stage, phase, loaded_phase), tiles.end_work(stages, tail)
 
     @cute.jit
     def _copy_queries(self, copier: RowCopier):
         """What the work tiles are, and their queries, beside `_copy_tokens`."""
-        stage, parity = Int32(0), Int32(0)
-        at = self.schedule.first()
-        while self.schedule.has(at):
-            work = self.schedule.look_up(at)
+        stage, phase = Int32(0), Int32(0)
+        position = self.schedule.first()
+        while self.schedule.has(position):
+            work = self.schedule.look_up(position)
             first, end = work.key_tiles()
-            stage, parity = self._copy_queries_of(work, end - first, copier, stage, parity)
-            at = self.schedule.after(at)
-        self._tell_end(copier, stage, parity)
+            stage, phase = self._copy_queries_of(work, end - first, copier, stage, phase)
+            position = self.schedule.after(position)
+        self._publish_end(copier, stage, phase)
 
     @cute.jit
-    def _copy_queries_of(self, work: WorkTile, num_tiles: Int32, copier: RowCopier, stage: Int32, parity: Int32):
-        """The rows of a work tile with keys go to the multiplying warps; what those without get is written here."""
+    def _copy_queries_of(self, work: WorkTile, num_tiles: Int32, copier: RowCopier, stage: Int32, phase: Int32):
+        """The rows of a work tile with keys go to the consumer warps; what those without get is written here."""
         tile_m = self.tile.tile_m
         if num_tiles > 0:
             queries = self.buffers.queries
-            queries.wait_free(stage, parity)
+            queries.producer_acquire(stage, phase)
             if copier.warp == 0 and self.lane == 0:
-                self.buffers.tell(stage, work)
+                self.buffers.publish_work(stage, work)
             for first in cutlass.range_constexpr(0, tile_m, copier.rows_at_once):
                 num_rows = min(tile_m - first, copier.rows_at_once)
                 found = copier.look_up(QueryRows(work), work.first_row + first, num_rows, work.num_rows)
-                copier.copy(queries.address(stage), tile_m, first, num_rows, self.row_bytes[0], found)
-            queries.fill_when_copied(stage)
-            stage, parity = queries.next(stage, parity)
+                copier.copy(queries.address(stage), tile_m, first, num_rows, self.row_bytes.key, found)
+            queries.producer_commit(stage)
+            stage, phase = queries.next(stage, phase)
         else:
             for i in cutlass.range(copier.warp * WARP + self.lane, tile_m, copier.rows_at_once):
                 store_nothing(work, work.first_row + i)
-        return stage, parity
+        return stage, phase
 
     @cute.jit
-    def _tell_end(self, copier: RowCopier, stage: Int32, parity: Int32):
-        self.buffers.queries.wait_free(stage, parity)
+    def _publish_end(self, copier: RowCopier, stage: Int32, phase: Int32):
+        self.buffers.queries.producer_acquire(stage, phase)
         if copier.warp == 0 and self.lane == 0:
-            self.buffers.tell(stage, None)
-        self.buffers.queries.fill_when_copied(stage)
+            self.buffers.publish_work(stage, None)
+        self.buffers.queries.producer_commit(stage)
         # a CTA must not end before what it has asked for is there
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)

@@ -51,7 +51,6 @@ class Family:
         without_writes: operands -> the same, for a guard that allows no write at all.
         most_launches: kernels, copies and fills of a bound call; None: not counted.
         long_versions: two of the versions, with work for many CTAs.
-        is_known: whether calls like an earlier one skip what that one found out.
     """
 
     versions: int
@@ -65,7 +64,6 @@ class Family:
     without_writes: Callable[[Any], Any] = lambda x: x
     most_launches: int | None = None
     long_versions: tuple[int, int] = (1, 2)
-    is_known: bool = True
 
     def call(self, device, version: int = 0, arch: str | None = None) -> Call:
         """A compiled op with operands and poisoned results."""
@@ -309,7 +307,6 @@ MERGE = Family(
     arguments=lambda x, results: ((*x.all, results["out"], results["lse"]), {}),
     wrapper=lambda x, **options: cf.merge_state(*x.all, **options),
     judge=_judge_merged,
-    is_known=False,
 )
 
 

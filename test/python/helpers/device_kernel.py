@@ -13,7 +13,8 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cuteforge.device import math
-from cuteforge.runtime.compile_cache import Build, KernelKey
+from cuteforge.runtime.build import Build
+from cuteforge.runtime.compile_cache import KernelKey
 
 NUM_THREADS = 128
 FUNCTIONS = {

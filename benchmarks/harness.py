@@ -290,7 +290,7 @@ def environment() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise SystemExit("a benchmark needs a CUDA GPU; torch sees none")
-    from cuteforge.runtime.disk_cache import source_digest
+    from cuteforge.runtime.sources import source_digest
 
     return {
         "gpu": torch.cuda.get_device_name(),

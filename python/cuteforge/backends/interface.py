@@ -14,6 +14,8 @@ from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 from cuteforge.op.torch_library import check_layout
 
 if TYPE_CHECKING:
+    from cuteforge.runtime.arch import Arch
+    from cuteforge.runtime.kernel_facts import KernelFacts
     from cuteforge.serving.kv_cache import Batch, KVCache
 
 DECODE, PREFILL = "decode", "prefill"
@@ -34,6 +36,7 @@ class Request(NamedTuple):
         derivative: ``"graph"``, for a graph of autograd in grad mode; ``"transform"``, for torch.func or forward mode;
             or None.
         options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` the call has.
+        target: the architecture that `explain` asks for; the GPU of `device` need not be here then.
 
     Examples:
         >>> import torch
@@ -57,6 +60,21 @@ class Request(NamedTuple):
     is_causal: bool
     derivative: str | None
     options: tuple[str, ...] = ()
+    target: Arch | None = None
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a call of `attention`, checked."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv_cache: KVCache | None
+    layer_id: int
+    attn_mask: torch.Tensor | None
+    is_causal: bool
+    fwd: str
+    options: dict[str, Any]
 
 
 class AttentionBackend(ABC):
@@ -150,6 +168,10 @@ class AttentionBackend(ABC):
             >>> TorchNativeBackend().replay(q, k, v, None, False, "prefill", None) is None
             True
         """
+        return None
+
+    def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:
+        """What the backend runs for a call that it serves, on a GPU of `arch`; None where it does not say."""
         return None
 
     def forward(

@@ -32,7 +32,8 @@ from peers import CUDNN_SDPA, FLASH_SDPA
 from runner import Run
 
 FA4 = peers.FlashAttention4.name
-# flash-attn-4 does not split the keys of a decode, which took it 1.2 to 14 times as long as cuDNN, and compiles 3 s for each shape.
+# flash-attn-4 does not split the keys of a decode, which took it 1.2 to 14 times as long as cuDNN, and compiles 3 s for
+# each shape.
 DECODE_PEERS = (CUDNN_SDPA, FLASH_SDPA)
 PREFILL_PEERS = (CUDNN_SDPA, FLASH_SDPA, FA4)
 

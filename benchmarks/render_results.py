@@ -84,7 +84,8 @@ GROUPS = (
 
 
 def render_summary(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and the worst."""
+    """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and
+    the worst."""
     lines = []
     for group in GROUPS:
         ratios, names = group.ratios(reports[group.family])
@@ -157,7 +158,8 @@ def _seconds(us: float | None) -> str:
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """The markdown between the markers of a family's page; one table for each report, which `harness.check_report` accepts."""
+    """The markdown between the markers of a family's page; one table for each report, which `harness.check_report`
+    accepts."""
     return "\n\n".join(map(render_report, reports)) if reports else NO_RESULTS.format(family=family)
 
 

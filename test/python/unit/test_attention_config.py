@@ -1,4 +1,5 @@
-"""How attention is cut into tiles, on the facts of five GPUs: what fits, what is refused, what a workspace takes. No GPU, nothing compiled."""
+"""How attention is cut into tiles, on the facts of five GPUs: what fits, what is refused, what a workspace takes. No
+GPU, nothing compiled."""
 
 import itertools
 from dataclasses import replace

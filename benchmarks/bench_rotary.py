@@ -47,7 +47,8 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move, bf16: q and k read and written. The table and the positions, 1/40 of it, are not counted."""
+        """Bytes that must move, bf16: q and k read and written. The table and the positions, 1/40 of it, are not
+        counted."""
         return 2 * 2 * self.tokens * (HEADS + KV_HEADS) * D
 
     @property

@@ -31,7 +31,7 @@ from cuteforge.families.attention import (
 )
 from cuteforge.families.attention.road import ROADS
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime.arch import Arch
 
 if TYPE_CHECKING:

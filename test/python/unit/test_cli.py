@@ -157,7 +157,8 @@ def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
 
 
 def test_demo_checks_every_family_here_and_compiles_what_it_names(monkeypatch, tmp_path, capsys):
-    """The whole command, on small inputs and one architecture. The compiler takes rotary and is stood in for otherwise: what it makes
+    """The whole command, on small inputs and one architecture. The compiler takes rotary and is stood in for otherwise:
+    what it makes
     of these kernels, test/python/compile and the demo itself show, which CI runs."""
     asked, compile_kernel = [], compile_cache._compile
 

@@ -75,14 +75,13 @@ def attention_forward(
     Args:
         module: its ``is_causal`` counts where there is neither a mask nor the argument.
         query, key, value: ``(B, Hq, L, D)``, ``(B, Hkv, S, D)``, ``(B, Hkv, S, Dv)``, any strides. Under autocast they
-        are converted to its dtype.
+            are converted to its dtype.
         attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is
-        all there is; or None.
+            all there is; or None.
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
         options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served,
-        others refused where they change
-            the result, ignored where not. ``output_attentions`` warns once.
+            others refused where they change the result, ignored where not. ``output_attentions`` warns once.
 
     Returns:
         ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
@@ -159,12 +158,11 @@ def attention_mask(
     arguments.
 
     Padding alone stays ``(B, S)``, or ``(B, 1, 1, S)`` without causality, a view of the caller's. Any other pattern
-    (sliding window, chunks,
-    packed sequences, a static cache, a function of the caller's) becomes ``(B, 1, L, S)``.
+    (sliding window, chunks, packed sequences, a static cache, a function of the caller's) becomes ``(B, 1, L, S)``.
 
     A prefill reads on the host whether there is padding at all, which synchronizes once: without a mask the kernels
-    mask only tiles on the
-    diagonal, and torch's fused causal attention serves training. Decode, torch.compile and graph capture read nothing.
+    mask only tiles on the diagonal, and torch's fused causal attention serves training. Decode, torch.compile and graph
+    capture read nothing.
     """
     # transformers allows to skip a mask with a window only where nothing else was laid over it.
     is_inside_window = local_size is not None and kv_length < local_size

@@ -1,8 +1,7 @@
 """Keys and values of many requests in the pages of one pool, and what attention over them needs to know of a step.
 
 Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims of keys and values, ``R`` rows and
-``C`` columns of the
-page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
+``C`` columns of the page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Batch:
         seqlens_k: ``(B,)`` int32, tokens of each request, the new ones included; 0 for a padding row.
         cu_seqlens_q: ``(B+1,)`` int32, where the new tokens of each request start among all; 0, 1, … in decode.
         slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page,
-        for a padding row.
+            for a padding row.
         positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
         is_decode: one new token for each request.
         max_new: the most new tokens of a request.
@@ -76,7 +75,7 @@ class KVCache:
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
         num_pages: that requests can hold. The pool has one more: page 0 is scratch, where padding rows of a batch
-        store.
+            store.
         page_size: tokens of a page.
         max_requests: requests at a time, R.
         max_seqlen: tokens that a request may have; the table has ``C = ceil(max_seqlen / page_size)`` columns.
@@ -85,10 +84,9 @@ class KVCache:
         device: of the pool, as torch takes it.
 
     The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)``
-    elements, all keys before all
-    values, not initialised: what no token was stored to holds anything, NaN too. Pool and metadata are allocated here
-    and nowhere else, and
-    changed in place, on torch's current stream and without waiting for it: captured graphs stay right. Not thread-safe.
+    elements, all keys before all values, not initialised: what no token was stored to holds anything, NaN too. Pool and
+    metadata are allocated here and nowhere else, and changed in place, on torch's current stream and without waiting
+    for it: captured graphs stay right. Not thread-safe.
 
     Raises:
         ContractError: an argument of another type, or out of range.
@@ -519,7 +517,7 @@ class KVCache:
 
         Args:
             k, v: ``(T, Hkv, D)`` and ``(T, Hkv, Dv)`` in the cache's dtype and on its device, any strides, one token
-            for each of ``batch.slots``.
+                for each of ``batch.slots``.
 
         Raises:
             ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.

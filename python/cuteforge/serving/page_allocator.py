@@ -92,7 +92,7 @@ class PageAllocator:
         max_requests: rows of the page table.
         max_seqlen: positions that a request may have.
         owns_runs: row r owns the r-th run of ``ceil(max_seqlen / page_size)`` pages, from `add` on, and nothing is
-        shared.
+            shared.
     """
 
     def __init__(

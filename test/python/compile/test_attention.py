@@ -2,8 +2,7 @@
 memory as reckoned.
 
 By default only the tiles at the ends of what registers have to hold are compiled, and each kind of code once
-(`selected`). `--full` compiles every
-tile that is selected for the heads below, with each option. Needs no GPU.
+(`selected`). `--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools
@@ -57,7 +56,8 @@ def served(select, *facts):
 
 
 def decode_cases(arch, is_full):
-    """Each tile once with the features that take most registers, on one architecture also the other features and fp16."""
+    """Each tile once with the features that take most registers, on one architecture also the other features and
+    fp16."""
     for heads, rows in itertools.product(HEADS, ROWS):
         queries, facts = FEATURES[0]
         yield from served(select_decode, problem_of("bfloat16", *heads, queries, **facts), rows, arch, True)
@@ -129,11 +129,9 @@ def selected(arch_name):
     """Of what every case holds, the ends of what registers have to hold, and each kind of code.
 
     On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too;
-    prefill at each head;
-    each kind of keys, of masks and of queries once; each option by itself in prefill, all options at once in both, with
-    the splits of
-    decode, whose second kernel is the same for all, at the widest head only. On the others what asks most of the
-    registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
+    prefill at each head; each kind of keys, of masks and of queries once; each option by itself in prefill, all options
+    at once in both, with the splits of decode, whose second kernel is the same for all, at the widest head only. On the others what asks most
+    of the registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
     """
     every, tiles = every_case(arch_name), {}
     for option, traits in every:

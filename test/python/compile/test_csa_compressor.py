@@ -2,8 +2,8 @@
 decide the speed.
 
 By default only the kernels with the fewest registers to spare are compiled (`selected`). `--full` compiles every tile
-that is ever selected, with the
-longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
+that is ever selected, with the longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is
+an error.
 """
 
 import functools
@@ -99,10 +99,9 @@ def selected(arch):
     elements of 2 and of 4 bytes.
 
     Accesses of 2 bytes need the most addresses and take four times as long to compile, 10 … 15 s: one architecture has
-    each direction with them, in a
-    split window or in a whole one, and one other the backward. Those of 4 and 8 bytes are compiled once for each
-    direction. The models are compiled
-    for every architecture by `cuteforge demo`, which CI runs, and here for one.
+    each direction with them, in a split window or in a whole one, and one other the backward. Those of 4 and 8 bytes
+    are compiled once for each direction. The models are compiled for every architecture by `cuteforge demo`, which CI
+    runs, and here for one.
     """
     if arch.name != FULL:
         every = candidates(arch, WIDE_DIMS + (NARROW_DIMS if arch.name == NARROW else ()))
@@ -174,7 +173,8 @@ def test_machine_code(arch_name, traits):
 
 
 def test_a_spill_is_an_error():
-    """The checks of every case rely on the compiler's refusal: four times 512 threads of an SM get 32 registers each."""
+    """The checks of every case rely on the compiler's refusal: four times 512 threads of an SM get 32 registers
+    each."""
     traits = select_traits(MODEL[0], resolve_arch(FULL, None), backward=True)
     crowded = replace(traits, tile=replace(traits.tile, ctas_per_sm=4))
     with pytest.raises(Exception, match="Registers are spilled"):

@@ -104,15 +104,16 @@ def check_it_fits(traits, code, smem_bytes):
 
 
 def check_copies(traits, code):
-    """Keys and values by TMA where some lie next to one another, everything else 16 bytes a lane past registers and L1."""
+    """Keys and values by TMA where some lie next to one another, everything else 16 bytes a lane past registers and
+    L1."""
     assert (code.count("UTMALDG") > 0) == (traits.problem.keys != "tokens")
     assert code.count(r"LDGSTS\.E\.BYPASS.*\.128\b") == code.count("LDGSTS") > 0, code.matching("LDGSTS")
 
 
 def check_products(traits, code):
     """One fence and one wait for each group of products, or the assembler has made them wait for one another; and the
-    exponentials of a tile come
-    before the wait for the values of the tile before, or they would not run beside those products."""
+    exponentials of a tile come before the wait for the values of the tile before, or they would not run beside those
+    products."""
     n = traits.tile.tile_n
     assert code.count("HGMMA") == 3 * traits.k_steps + 2 * (n // 16)
     assert code.count("WARPGROUP.ARRIVE") == 5

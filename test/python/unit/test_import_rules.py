@@ -99,7 +99,8 @@ def violations(root: Path) -> list[str]:
 
 
 def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str | None:
-    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow too."""
+    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow
+    too."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
     if for_types and (module == "cuteforge" or top == "torch"):
         return None

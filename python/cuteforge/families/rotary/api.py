@@ -130,7 +130,7 @@ class RotaryEmbedding(APIBase):
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
-            inverse: turn back, by the negative angles. This is also the backward of the rotation.
+            inverse: rotate back, by the negative angles. This is also the backward of the rotation.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:

@@ -1,6 +1,7 @@
 """Speed of GQA attention: decode, prefill, ragged prefill, growth, host time and start-up.
 
-    python benchmarks/bench_attention.py                            all cases; writes benchmarks/results/<gpu>/attention.json
+    python benchmarks/bench_attention.py                            all cases; writes
+    benchmarks/results/<gpu>/attention.json
     python benchmarks/bench_attention.py --quick --cases decode     a few of them; only prints
 
 Every problem passes a check against fp64 before it is timed; a failed check ends the run without a figure.

@@ -79,7 +79,8 @@ def measure_group(
         candidates: name -> callable that enqueues its work on the current stream, on buffers allocated beforehand.
         repeats: event-timed single calls per candidate, interleaved with the other candidates' calls.
         flush: overwrite the L2 cache before each timed call.
-        scrubs: how often; each gives the host over 50 us to enqueue the call. More than one for a peer that takes longer.
+        scrubs: how often; each gives the host over 50 us to enqueue the call. More than one for a peer that takes
+        longer.
 
     Returns:
         name -> median microseconds, in the order given. About 2 us of launch latency is included.

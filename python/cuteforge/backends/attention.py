@@ -24,7 +24,7 @@ from cuteforge.backends.selection import Decision, Policy, constant_result, cons
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.options import UNLIMITED, Window, checked_softcap, checked_window
 from cuteforge.op import recall
-from cuteforge.op.torch_library import is_traced
+from cuteforge.op.tracing import is_traced
 from cuteforge.runtime import env
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
     attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None,
     backend: registry.Backend | None = None, *,
-    scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None =
+    None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` for every head, by the first backend that serves the call.
 
@@ -197,7 +198,8 @@ def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backen
 
 @constant_result
 def _name_traced(device: str, dtype: str, sizes: tuple[int, ...], *rest: Any) -> str:
-    """Name of the backend. Runs while torch.compile traces: what it reads, context and environment, is no part of the graph's guards."""
+    """Name of the backend. Runs while torch.compile traces: what it reads, context and environment, is no part of the
+    graph's guards."""
     *facts, backend = rest
     request = Request(torch.device(device), dtype_named(dtype), *sizes, *facts)
     return _policy.choose(request, backend, registry.context_backend()).name

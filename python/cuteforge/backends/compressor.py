@@ -30,9 +30,11 @@ from cuteforge.families.csa.compressor import (
 )
 from cuteforge.families.csa.compressor.road import FORWARD_ROAD, checked_options, new_gradients
 from cuteforge.op import recall
+from cuteforge.op.checks import require_one_device
 from cuteforge.op.readable import readable
-from cuteforge.op.signature import TensorSpec
-from cuteforge.op.torch_library import is_traced, register_op, require_one_device, without_autocast
+from cuteforge.op.tensor_spec import TensorSpec
+from cuteforge.op.torch_library import register_op
+from cuteforge.op.tracing import is_traced, without_autocast
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch
 
@@ -63,7 +65,8 @@ class Request(NamedTuple):
 
 
 def compress(
-    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int = 2,
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int =
+    2,
     cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -209,7 +212,8 @@ def _run_kernel(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_
     return csa_compressor_forward_wrapper(*inputs, ratio, None, coff, total_comp)["out"]
 
 
-# Eager torch, as an op: its backward is the kernels' formula, which keeps no window alive and ignores the gradients of capacity padding.
+# Eager torch, as an op: its backward is the kernels' formula, which keeps no window alive and ignores the gradients of
+# capacity padding.
 
 
 def _run_eager(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp) -> torch.Tensor:

@@ -12,17 +12,19 @@ from cuteforge.families.attention import GQADecode, GQAPrefill, MergeState, Page
 from cuteforge.families.csa.compressor import CSACompressorBackward, CSACompressorForward
 from cuteforge.families.rotary import RotaryEmbedding
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime import arch, cutlass_compat, env
 
 Spec = Callable[..., TensorSpec]
 
-# A common call of each kernel: ``sample(spec)``, where ``spec(*shape, dtype=bfloat16)`` is a tensor on the device in question.
+# A common call of each kernel: ``sample(spec)``, where ``spec(*shape, dtype=bfloat16)`` is a tensor on the device in
+# question.
 _SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
     "gqa_decode": lambda spec: GQADecode(*[spec(1, 1, 1, 128)] * 4),
     "gqa_prefill": lambda spec: GQAPrefill(*[spec(1, 1, 1, 128)] * 4),
     "paged_gqa_decode": lambda spec: PagedGQADecode(
-        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(1, 1, 128), seqlens_k=spec(1, dtype="int32")
+        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(1, 1, 128),
+        seqlens_k=spec(1, dtype="int32"),
     ),
     "paged_gqa_prefill": lambda spec: PagedGQAPrefill(
         spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(2, dtype="int32"), spec(1, 1, 128),

@@ -24,7 +24,7 @@ from cuteforge.errors import ContractError
 from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
 from cuteforge.families.rotary.road import ONE, Tables, check_heads, op_of, table_of
 from cuteforge.op import recall
-from cuteforge.op.torch_library import is_traced, without_autocast
+from cuteforge.op.tracing import is_traced, without_autocast
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch
 
@@ -53,7 +53,8 @@ class Request(NamedTuple):
 
 
 def apply_rotary_emb(
-    x: torch.Tensor, freqs_cis: torch.Tensor | None = None, *, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    x: torch.Tensor, freqs_cis: torch.Tensor | None = None, *, cos: torch.Tensor | None = None, sin: torch.Tensor | None
+    = None,
     positions: torch.Tensor | None = None, interleaved: bool = True, inverse: bool = False,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cuteforge.families.attention.options import UNLIMITED, Window
-from cuteforge.op.torch_library import autocasts
+from cuteforge.op.tracing import autocasts
 
 # A scale closer to 0 than this may be 0 where a kernel rounds it, and a score of -inf times 0 is NaN.
 _LEAST_SCALE = 1e-30

@@ -200,7 +200,8 @@ def _is_transformed() -> bool:
 
 
 def derivative_of(*tensors: torch.Tensor) -> str | None:
-    """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``, torch.func
+    """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``,
+    torch.func
     or forward mode; or None.
     """
     if _is_transformed():

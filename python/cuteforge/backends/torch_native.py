@@ -156,7 +156,8 @@ def _check_new_queries(q: torch.Tensor, k_pool: torch.Tensor, batch: Any) -> Non
 def _check_mask(
     mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
 ) -> None:
-    """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as masked."""
+    """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as
+    masked."""
     if mask.dim() not in (2, 3, 4):
         raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
     if mask.device != device:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.integrations.versions import require_transformers
-from cuteforge.op.torch_library import autocasts
+from cuteforge.op.tracing import autocasts
 
 require_transformers(transformers.__version__)  # an older one lacks what is imported here
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
@@ -66,7 +66,8 @@ def register(name: str = "cuteforge") -> None:
 
 
 def attention_forward(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor |
+    None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention of a module of transformers. Heads are views, and KV heads are not repeated.
@@ -148,7 +149,8 @@ def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Callable = causal_mask_function,
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Callable =
+    causal_mask_function,
     attention_mask: torch.Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, **options: Any,
 ) -> torch.Tensor | None:  # fmt: skip

@@ -10,11 +10,13 @@ import torch
 
 from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op.dims import Dims
 from cuteforge.op.guards import Varying
 from cuteforge.op.launch import bound_launch, count_writes, entry_of, translate_error
 from cuteforge.op.recall import Replays
 from cuteforge.op.replay import Launcher, Recipe, Replay
-from cuteforge.op.signature import Dims, Signature, TensorSpec
+from cuteforge.op.signature import Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
@@ -28,7 +30,8 @@ _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
 Sample = torch.Tensor | TensorSpec
-"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride and device are read.
+"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride
+and device are read.
 
 Examples:
     >>> import torch
@@ -69,7 +72,8 @@ class APIBase:
     """
 
     signature: Signature
-    # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their order.
+    # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their
+    # order.
     _entry_operands: tuple[str | None, ...] | None = None
     # Operands that the entry takes as bytes: it has no type for bools.
     _as_bytes: frozenset[str] = frozenset()
@@ -114,7 +118,8 @@ class APIBase:
         return ()
 
     def _check_operands(self, operands: tuple) -> None:
-        """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which the table says what is wrong."""
+        """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which
+        the table says what is wrong."""
 
     def _is_empty(self, operands: tuple) -> bool:
         """Whether these operands leave nothing to do; then nothing is launched."""
@@ -364,7 +369,7 @@ class APIBase:
             raise
 
     def _look_at(self, compiled: _Compiled, operands: tuple) -> None:
-        """Check operands that are like none before, as far as the compiled entry does not; remember them if it is time."""
+        """Check operands that are like none before, as far as the entry does not; remember them if it is time."""
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -449,8 +454,9 @@ class APIBase:
                 raise ContractError(f"{name}: wanted a tensor with device memory, got a meta tensor")
             if x.requires_grad and grad_enabled:
                 raise ContractError(
-                    f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {type(self).__name__} "
-                    "records no graph: call it under torch.no_grad() or use the differentiable function of this op"
+                    f"{name}: wanted a tensor that does not require grad, got requires_grad=True; "
+                    f"{type(self).__name__} records no graph: call it under torch.no_grad() or use the differentiable "
+                    "function of this op"
                 )
 
     def _prepare_device(self, compiled: _Compiled, operands: tuple) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 
 from cuteforge.arguments import integers
 from cuteforge.errors import ContractError
-from cuteforge.op.torch_library import check_layout
+from cuteforge.op.checks import check_layout
 from cuteforge.serving.kv_cache import KVCache
 
 # The first call compiles kernels and lets libraries set themselves up, which a capture must not see.
@@ -72,7 +72,8 @@ class DecodeGraph:
     """
 
     def __init__(
-        self, step: Callable[..., Any], cache: KVCache, batch_sizes: Sequence[int] | None = None, *, use_graphs: bool | None = None
+        self, step: Callable[..., Any], cache: KVCache, batch_sizes: Sequence[int] | None = None, *, use_graphs: bool |
+        None = None
     ) -> None:  # fmt: skip
         if not callable(step):
             raise ContractError(f"step: wanted a callable, got {step!r:.80}")

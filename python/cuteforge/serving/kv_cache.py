@@ -15,7 +15,8 @@ import torch
 
 from cuteforge.arguments import integer, integers
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.op.torch_library import check_layout, refuse_grad, usable_device
+from cuteforge.op.checks import check_layout, usable_device
+from cuteforge.op.tracing import refuse_grad
 from cuteforge.runtime.streams import is_capturing
 from cuteforge.serving.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 

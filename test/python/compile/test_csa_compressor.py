@@ -15,7 +15,7 @@ import pytest
 
 from cuteforge.families.csa.compressor import backward, forward
 from cuteforge.families.csa.compressor.config import SMEM_ALIGNMENT, WARP, Problem, select_traits
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 

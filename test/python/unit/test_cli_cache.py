@@ -170,8 +170,16 @@ def test_wrong_options_are_usage_errors(options, capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-5, "0 s"), (1, "1 s"), (119, "119 s"), (120, "2 min"), (7200, "2 hours"), (40 * 3600, "40 hours"), (3 * DAY_S, "3 days")],
-)  # fmt: skip
+    [
+        (-5, "0 s"),
+        (1, "1 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (7200, "2 hours"),
+        (40 * 3600, "40 hours"),
+        (3 * DAY_S, "3 days"),
+    ],
+)
 def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, text):
     assert command.format_age(seconds) == text
 

@@ -20,7 +20,7 @@ from cuteforge import (
     csa_compressor_forward_wrapper,
 )
 from cuteforge.families.csa.compressor import reference, road, torch_ops
-from cuteforge.op import torch_library
+from cuteforge.op import torch_library, tracing
 from cuteforge.op.road import Road
 from helpers import budget, csa, process
 from helpers.packs import Pack
@@ -255,7 +255,8 @@ gc.collect()
 from cuteforge.families.csa import compressor
 table = torch.tensor([0, 8], dtype=torch.int32)
 tokens = torch.zeros(8, 4, requires_grad=True)
-torch.ops.cuteforge.csa_compressor_forward(tokens, tokens, torch.zeros(4, 4), table, table // 4, 2, 4, 2).sum().backward()
+out = torch.ops.cuteforge.csa_compressor_forward(tokens, tokens, torch.zeros(4, 4), table, table // 4, 2, 4, 2)
+out.sum().backward()
 assert tokens.grad is not None
 """
 
@@ -318,9 +319,9 @@ def test_dispatch_modes_see_the_wrappers(cpu_as_gpu):
 def test_backward_wrapper_refuses_to_be_differentiated():
     x = draw()
     with pytest.raises(ContractError, match="^score: wanted a tensor that does not require grad"):
-        torch_library.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
+        tracing.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
     with torch.no_grad():
-        torch_library.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
+        tracing.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
 
 
 # torch.compile and export.

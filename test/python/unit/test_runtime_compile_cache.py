@@ -300,7 +300,7 @@ print(load_kernel(tiny_key(num_threads=35)).origin)
 
 @pytest.mark.parametrize("spoil", [rename_symbol, swap_files])
 def test_an_entry_that_does_not_load_is_built_again_once_and_not_for_ever(root, spoil):
-    assert process.run(ONCE).split() == ["compiled"]
+    assert load_kernel(tiny_key(num_threads=35)).origin == "compiled"
     (entry,) = DiskCache(root).ls()
     spoil(entry.path)
     assert DiskCache(root).verify() == [], "its digests are sound"
@@ -457,7 +457,7 @@ def test_processes_on_a_cold_directory_compile_once(root, tmp_path):
         "except TypeError as error:\n"
         "    assert 'Expects 4 parameters' in str(error)\n"
     )
-    started = [process.start(code) for _ in range(4)]
+    started = [process.start(code) for _ in range(3)]
     for each in started:
         process.finish(each)
     assert build_count(log) == 1

@@ -116,7 +116,7 @@ def test_kernels_are_required_until_switched_off(monkeypatch, text, refuses):
 
 
 def processor_time(function):
-    """The least of several measurements, in a unit that does not matter: both sides are measured on the same machine."""
+    """The least of several measurements; compare it with another of the same machine."""
     return min(timeit.repeat(function, number=20_000, repeat=7, timer=time.thread_time))
 
 

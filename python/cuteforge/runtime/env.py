@@ -127,12 +127,7 @@ _CACHE_SIZE = Variable(
     "CUTEFORGE_CACHE_SIZE",
     "count",
     256,
-<<<<<<< HEAD
     "how many compiled kernels the process keeps in memory, and how many calls and ops, which use them, it remembers",
-=======
-    "how many compiled kernels the process keeps in memory, and how many of the calls and ops that use them it "
-    "remembers",
->>>>>>> h-words
 )
 _FAST_LAUNCH = Variable("CUTEFORGE_FAST_LAUNCH", "flag", True, "0 runs the whole validation table before every launch")
 _CHECK = Variable(

@@ -1,4 +1,5 @@
-"""The installed wheel, tried in a folder that has nothing of the checkout: metadata, types, the README's code for a CPU."""
+"""The installed wheel, tried in a folder that has nothing of the checkout: metadata, types, the README's code for a
+CPU."""
 
 import importlib.metadata
 import re

@@ -1,6 +1,7 @@
 """Speed of GQA attention: decode, prefill, ragged prefill, growth, host time and start-up.
 
-    python benchmarks/bench_attention.py                            all cases; writes benchmarks/results/<gpu>/attention.json
+    python benchmarks/bench_attention.py                            all cases; writes
+    benchmarks/results/<gpu>/attention.json
     python benchmarks/bench_attention.py --quick --cases decode     a few of them; only prints
 
 Every problem passes a check against fp64 before it is timed; a failed check ends the run without a figure.
@@ -32,7 +33,8 @@ from peers import CUDNN_SDPA, FLASH_SDPA
 from runner import Run
 
 FA4 = peers.FlashAttention4.name
-# flash-attn-4 does not split the keys of a decode, which took it 1.2 to 14 times as long as cuDNN, and compiles 3 s for each shape.
+# flash-attn-4 does not split the keys of a decode, which took it 1.2 to 14 times as long as cuDNN, and compiles 3 s for
+# each shape.
 DECODE_PEERS = (CUDNN_SDPA, FLASH_SDPA)
 PREFILL_PEERS = (CUDNN_SDPA, FLASH_SDPA, FA4)
 

@@ -47,7 +47,8 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move, bf16: q and k read and written. The table and the positions, 1/40 of it, are not counted."""
+        """Bytes that must move, bf16: q and k read and written. The table and the positions, 1/40 of it, are not
+        counted."""
         return 2 * 2 * self.tokens * (HEADS + KV_HEADS) * D
 
     @property
@@ -129,7 +130,8 @@ class Problem:
         return torch.zeros(self.shape.bytes // 4, dtype=torch.bfloat16, device="cuda").neg_
 
     def check(self, call: Callable[[], object], who: str) -> None:
-        """Runs `call` once and compares all it wrote with fp64; AssertionError names the first tensor over its budget."""
+        """Runs `call` once and compares all it wrote with fp64; AssertionError names the first tensor over its
+        budget."""
         before = {"q": self.q.clone(), "k": self.k.clone()}
         call()
         for name, values in before.items():

@@ -79,7 +79,8 @@ def measure_group(
         candidates: name -> callable that enqueues its work on the current stream, on buffers allocated beforehand.
         repeats: event-timed single calls per candidate, interleaved with the other candidates' calls.
         flush: overwrite the L2 cache before each timed call.
-        scrubs: how often; each gives the host over 50 us to enqueue the call. More than one for a peer that takes longer.
+        scrubs: how often; each gives the host over 50 us to enqueue the call. More than one for a peer that takes
+        longer.
 
     Returns:
         name -> median microseconds, in the order given. About 2 us of launch latency is included.
@@ -290,7 +291,7 @@ def environment() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise SystemExit("a benchmark needs a CUDA GPU; torch sees none")
-    from cuteforge.runtime.disk_cache import source_digest
+    from cuteforge.runtime.sources import source_digest
 
     return {
         "gpu": torch.cuda.get_device_name(),

@@ -189,7 +189,8 @@ def draw_peers(family: str, report: Report, found: Sequence[Comparison]):
 
 
 def draw_growth(families: Mapping[str, Report]):
-    """Time against what the same work takes at the ceiling, both logarithmic: a line along the diagonal keeps its cost per token."""
+    """Time against what the same work takes at the ceiling, both logarithmic: a line along the diagonal keeps its cost
+    per token."""
     figure, (axes,) = _figure(1, 4.6)
     series = {f"{family} {name}": p for family, report in families.items() for name, p in growth_series(report).items()}
     for name, points in series.items():

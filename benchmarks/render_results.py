@@ -1,6 +1,7 @@
 """Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
-python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md, docs/dev/performance.md, README.md
+python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md,
+docs/dev/performance.md, README.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
@@ -84,7 +85,8 @@ GROUPS = (
 
 
 def render_summary(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and the worst."""
+    """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and
+    the worst."""
     lines = []
     for group in GROUPS:
         ratios, names = group.ratios(reports[group.family])
@@ -157,7 +159,8 @@ def _seconds(us: float | None) -> str:
 
 
 def render(family: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """The markdown between the markers of a family's page; one table for each report, which `harness.check_report` accepts."""
+    """The markdown between the markers of a family's page; one table for each report, which `harness.check_report`
+    accepts."""
     return "\n\n".join(map(render_report, reports)) if reports else NO_RESULTS.format(family=family)
 
 

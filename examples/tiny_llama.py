@@ -4,15 +4,22 @@
     python examples/tiny_llama.py --layers 8 --new-tokens 64
     python examples/tiny_llama.py --weights model.pt --hidden 512 …
 
-Prompts of different lengths are prefilled as one packed batch into a paged `KVCache`; then all requests decode together, eagerly and, on a GPU,
-as a CUDA graph. Beside the library's backends runs one of this file (`LoopBackend`), so that there are two on any machine. The exit status is 1
+Prompts of different lengths are prefilled as one packed batch into a paged `KVCache`; then all requests decode
+together, eagerly and, on a GPU,
+as a CUDA graph. Beside the library's backends runs one of this file (`LoopBackend`), so that there are two on any
+machine. The exit status is 1
 where token sequences differ.
 
-How ties are avoided: with arbitrary random weights the two best logits of some step of some request are closer than bf16 rounding, and backends
-that are both right would part there. So the random weights here are arranged to recall (`set_recalling_weights`): layer l attends to one place,
-``lags[l]`` tokens back, and passes on what is there through random projections. The model then repeats, plus 1, the token ``sum(lags)`` places back:
-known in advance, wrong as soon as one layer's attention reads a wrong key, and ahead of the second-best token by a large part of its logit. The
-table shows the smallest lead, and by how much rounding moves the best logit between backends. Weights of a file promise no lead: in bf16 tokens
+How ties are avoided: with arbitrary random weights the two best logits of some step of some request are closer than
+bf16 rounding, and backends
+that are both right would part there. So the random weights here are arranged to recall (`set_recalling_weights`): layer
+l attends to one place,
+``lags[l]`` tokens back, and passes on what is there through random projections. The model then repeats, plus 1, the
+token ``sum(lags)`` places back:
+known in advance, wrong as soon as one layer's attention reads a wrong key, and ahead of the second-best token by a
+large part of its logit. The
+table shows the smallest lead, and by how much rounding moves the best logit between backends. Weights of a file promise
+no lead: in bf16 tokens
 may part there where it is no larger than that.
 """
 
@@ -35,11 +42,13 @@ import cuteforge
 
 CosSin = tuple[torch.Tensor, torch.Tensor]  # each (max_seqlen, head_dim/2) fp32
 
-# How much of its input a layer passes on, next to what it adds: an attention branch is 4 times its residual, an MLP 0.1 times.
+# How much of its input a layer passes on, next to what it adds: an attention branch is 4 times its residual, an MLP 0.1
+# times.
 ATTENTION_GAIN, MLP_GAIN = 4.0, 0.1
 # The stream grows by a factor of 17**0.5 a layer, and its squares must stay in fp32.
 MAX_RECALLING_LAYERS = 28
-# Of the scores of keys: the second-best key is exp(-14) of the best one, and the content of tokens moves scores by about 1.
+# Of the scores of keys: the second-best key is exp(-14) of the best one, and the content of tokens moves scores by
+# about 1.
 SHARPNESS = 20.0
 LONGEST_LAG = 12
 MAX_EXTRA_PROMPT = 80
@@ -198,7 +207,8 @@ class Llama(nn.Module):
 def set_recalling_weights(model: Llama, lags: Sequence[int], generator: torch.Generator) -> None:
     """Random weights with which the token after position i is, plus 1, the one at ``i - sum(lags)``.
 
-    Biases of queries and keys, turned by the rotary embedding, meet where the key is ``lags[l]`` before the query. Values and outputs are random
+    Biases of queries and keys, turned by the rotary embedding, meet where the key is ``lags[l]`` before the query.
+    Values and outputs are random
     projections that keep lengths. A row of the head is where the layers send its token's embedding.
     """
     config = model.config
@@ -234,7 +244,8 @@ def set_recalling_weights(model: Llama, lags: Sequence[int], generator: torch.Ge
 
 
 def _point_back(attn: Attention, turn: Sequence[torch.Tensor], generator: torch.Generator) -> None:
-    """Biases whose score is largest where the key's angles are those of `turn`, cos and sin ``(head_dim/2,)``, behind the query's."""
+    """Biases whose score is largest where the key's angles are those of `turn`, cos and sin ``(head_dim/2,)``, behind
+    the query's."""
     head_dim = attn.head_dim
     kv_heads = attn.k_proj.bias.numel() // head_dim
     angle = torch.rand(kv_heads, head_dim // 2, generator=generator) * 2 * torch.pi

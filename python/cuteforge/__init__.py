@@ -11,13 +11,13 @@ __version__ = "0.2.0"
 # The floor of pyproject.toml. Older releases lack what torch.compile needs to trace the policy functions.
 _TORCH_FLOOR = (2, 11)
 # Modules that know no torch.
-_WITHOUT_TORCH = ("cuteforge.errors", "cuteforge.op.signature")
+_WITHOUT_TORCH = ("cuteforge.errors", "cuteforge.op.tensor_spec")
 
 # The public names, for the run time. Type checkers read the same names from the imports below.
 _MODULE_OF = {
     "ContractError": "cuteforge.errors",
     "UnsupportedError": "cuteforge.errors",
-    "TensorSpec": "cuteforge.op.signature",
+    "TensorSpec": "cuteforge.op.tensor_spec",
     "TupleDict": "cuteforge.op.tuple_dict",
     "GQADecode": "cuteforge.families.attention",
     "GQAPrefill": "cuteforge.families.attention",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from cuteforge.families.rotary import rotary_qk_wrapper as rotary_qk_wrapper
     from cuteforge.families.rotary import rotary_table as rotary_table
     from cuteforge.families.rotary import rotary_wrapper as rotary_wrapper
-    from cuteforge.op.signature import TensorSpec as TensorSpec
+    from cuteforge.op.tensor_spec import TensorSpec as TensorSpec
     from cuteforge.op.tuple_dict import TupleDict as TupleDict
     from cuteforge.serving.decode_graph import DecodeGraph as DecodeGraph
     from cuteforge.serving.kv_cache import CacheFull as CacheFull

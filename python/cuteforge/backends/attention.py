@@ -11,6 +11,7 @@ from cuteforge.arguments import finite, flag, integer
 from cuteforge.backends import registry
 from cuteforge.backends.interface import (
     AttentionBackend,
+    AttentionCall,
     Request,
     check_operands,
     find_fwd,
@@ -18,14 +19,16 @@ from cuteforge.backends.interface import (
     require_tensor,
     unserved_options,
 )
+from cuteforge.backends.kernels import arch_of, target_of
 from cuteforge.backends.selection import Decision, Policy, constant_result, constants, derivative_of, dtype_named
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.options import UNLIMITED, Window, checked_softcap, checked_window
 from cuteforge.op import recall
-from cuteforge.op.torch_library import is_traced
+from cuteforge.op.tracing import is_traced
 from cuteforge.runtime import env
 
 if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
     from cuteforge.serving.kv_cache import KVCache
 
 _policy = Policy("attention", lambda: registry.backends().values(), registry.wish_for, refusal_of)
@@ -37,7 +40,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
     attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None,
     backend: registry.Backend | None = None, *,
-    scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    scale: float | None = None, window: Window | None = None, softcap: float | None = None, sinks: torch.Tensor | None =
+    None,
 ) -> torch.Tensor:  # fmt: skip
     """``softmax(scale * q k^T) v`` for every head, by the first backend that serves the call.
 
@@ -115,12 +119,21 @@ def attention(
 
 def explain_attention(
     q, k, v, kv_cache=None, layer_id=0, attn_mask=None, is_causal=False, fwd=None, backend=None, *, scale=None,
-    window=None, softcap=None, sinks=None,
+    window=None, softcap=None, sinks=None, arch=None,
 ) -> Decision:  # fmt: skip
     """What `attention` would do with these arguments; see `explain`."""
-    options = _options(window, softcap, sinks)
-    is_causal, _, _ = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
-    return _policy.decide(_facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options), backend)
+    options, target = _options(window, softcap, sinks), target_of(arch)
+    is_causal, _, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
+    if target is not None:
+        request = request._replace(device=torch.device("cuda"), target=target)
+    call = AttentionCall(q, k, v, kv_cache, layer_id, attn_mask, is_causal, request.fwd, options)
+
+    def describe(chosen: AttentionBackend) -> KernelFacts | None:
+        gpu = arch_of(q.device, target)
+        return None if gpu is None else chosen.describe(call, gpu)
+
+    return _policy.decide(request, backend, describe)
 
 
 def _options(window, softcap, sinks) -> dict[str, Any]:
@@ -185,7 +198,8 @@ def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backen
 
 @constant_result
 def _name_traced(device: str, dtype: str, sizes: tuple[int, ...], *rest: Any) -> str:
-    """Name of the backend. Runs while torch.compile traces: what it reads, context and environment, is no part of the graph's guards."""
+    """Name of the backend. Runs while torch.compile traces: what it reads, context and environment, is no part of the
+    graph's guards."""
     *facts, backend = rest
     request = Request(torch.device(device), dtype_named(dtype), *sizes, *facts)
     return _policy.choose(request, backend, registry.context_backend()).name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -11,7 +11,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from cuteforge.arguments import integer
 from cuteforge.backends import registry
 from cuteforge.backends.interface import require_tensor
-from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.backends.kernels import Spec, arch_of, kernel_refusals, spec_like, target_of
 from cuteforge.backends.selection import (
     Candidate,
     Decision,
@@ -30,10 +30,16 @@ from cuteforge.families.csa.compressor import (
 )
 from cuteforge.families.csa.compressor.road import FORWARD_ROAD, checked_options, new_gradients
 from cuteforge.op import recall
+from cuteforge.op.checks import require_one_device
 from cuteforge.op.readable import readable
-from cuteforge.op.signature import TensorSpec
-from cuteforge.op.torch_library import is_traced, register_op, require_one_device, without_autocast
+from cuteforge.op.tensor_spec import TensorSpec
+from cuteforge.op.torch_library import register_op
+from cuteforge.op.tracing import is_traced, without_autocast
 from cuteforge.runtime import env
+from cuteforge.runtime.arch import Arch
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 _NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 _INPUTS = ", ".join(f"Tensor {name}" for name in _NAMES)
@@ -46,6 +52,7 @@ class Request(NamedTuple):
         device, dtype: of kv.
         columns: ``coff*d``.
         derivative: as `selection.derivative_of`.
+        target: the architecture that `explain` asks for.
     """
 
     device: torch.device
@@ -54,10 +61,12 @@ class Request(NamedTuple):
     ratio: int
     coff: int
     derivative: str | None
+    target: Arch | None = None
 
 
 def compress(
-    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int = 2,
+    kv: torch.Tensor, score: torch.Tensor, ape: torch.Tensor, cu_seqlens: torch.Tensor, *, ratio: int = 4, coff: int =
+    2,
     cu_seqlens_comp: torch.Tensor | None = None, total_comp: int | None = None,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -115,11 +124,29 @@ def compress(
 
 
 def explain_compress(
-    kv, score, ape, cu_seqlens, *, ratio=4, coff=2, cu_seqlens_comp=None, total_comp=None, backend=None
+    kv, score, ape, cu_seqlens, *, ratio=4, coff=2, cu_seqlens_comp=None, total_comp=None, backend=None, arch=None
 ) -> Decision:
     """What `compress` would do with these arguments; see `explain.explain`."""
+    target = target_of(arch)
     ratio, coff, total_comp = _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp)
-    return _policy.decide(_facts(kv, score, ape, ratio, coff), backend)
+    request = _facts(kv, score, ape, ratio, coff)
+    if target is not None:
+        request = request._replace(device=torch.device("cuda"), target=target)
+
+    def describe(chosen: Candidate) -> KernelFacts | None:
+        gpu = arch_of(kv.device, target)
+        if gpu is None or chosen.name != "cuda":
+            return None
+        from cuteforge.families.csa.compressor import explain as family
+
+        # as many as there can be, where that would have to be read from the device
+        rows = kv.shape[0] // ratio if total_comp is None else total_comp
+        offsets = TensorSpec(tuple(cu_seqlens.shape), "int32")
+        out = TensorSpec((rows, kv.shape[1] // coff), kv.dtype)
+        inputs = *map(spec_like, (kv, score, ape)), offsets, offsets
+        return family.describe(CSACompressorForward(*inputs, out, ratio, coff), gpu)
+
+    return _policy.decide(request, backend, describe)
 
 
 def _checked(kv, score, ape, cu_seqlens, ratio, coff, cu_seqlens_comp, total_comp) -> tuple[int, int, int | None]:
@@ -166,7 +193,7 @@ def _check_offsets(name: str, offsets: Any) -> None:
 
 
 def _refuse_kernel(request: Request) -> str | None:
-    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec)))
+    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec), request.target))
     if request.derivative == "transform":
         refusals.append("the kernels are not served by torch.func and forward-mode differentiation")
     return "; ".join(refusals) or None
@@ -185,7 +212,8 @@ def _run_kernel(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_
     return csa_compressor_forward_wrapper(*inputs, ratio, None, coff, total_comp)["out"]
 
 
-# Eager torch, as an op: its backward is the kernels' formula, which keeps no window alive and ignores the gradients of capacity padding.
+# Eager torch, as an op: its backward is the kernels' formula, which keeps no window alive and ignores the gradients of
+# capacity padding.
 
 
 def _run_eager(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, total_comp) -> torch.Tensor:

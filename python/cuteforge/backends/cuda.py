@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cuteforge.backends.interface import DECODE, OPTIONS, AttentionBackend, Request, bound_batch, mark_stored, packed
-from cuteforge.backends.kernels import Spec, kernel_refusals
+import torch
+
+from cuteforge.backends.interface import (
+    DECODE,
+    OPTIONS,
+    AttentionBackend,
+    AttentionCall,
+    Request,
+    bound_batch,
+    mark_stored,
+    packed,
+)
+from cuteforge.backends.kernels import Spec, kernel_refusals, spec_like
 from cuteforge.errors import ContractError
 from cuteforge.families.attention import (
     GQADecode,
@@ -20,6 +31,11 @@ from cuteforge.families.attention import (
 )
 from cuteforge.families.attention.road import ROADS
 from cuteforge.op.base import APIBase
+from cuteforge.op.tensor_spec import TensorSpec
+from cuteforge.runtime.arch import Arch
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 _NO_DERIVATIVE = {
     "graph": "the kernels have no derivative, and q, k or v requires grad",
@@ -52,7 +68,17 @@ class CudaBackend(AttentionBackend):
         try:
             return super().forward(*operands, **options)
         except ContractError as error:
-            if str(error).startswith("mask:"):  # as the wrappers call it
+            if _is_of_mask(error):
+                raise ContractError(f"attn_{error}") from error
+            raise
+
+    def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts:
+        from cuteforge.families.attention.explain import describe
+
+        try:
+            return describe(_op_of(call), arch)
+        except ContractError as error:
+            if _is_of_mask(error):
                 raise ContractError(f"attn_{error}") from error
             raise
 
@@ -95,6 +121,37 @@ class CudaBackend(AttentionBackend):
         return out if q.dim() == 3 else out.unsqueeze(1)
 
 
+def _is_of_mask(error: ContractError) -> bool:
+    """Whether the wrappers refuse what `attention` calls attn_mask."""
+    return str(error).startswith("mask:")
+
+
+def _op_of(call: AttentionCall) -> APIBase:
+    """The op that a call launches, on specs of its tensors."""
+    options = {name: spec_like(x) if isinstance(x, torch.Tensor) else x for name, x in call.options.items()}
+    options |= {} if call.attn_mask is None else {"mask": spec_like(call.attn_mask)}
+    if "sinks" in options:
+        options["sinks"] = TensorSpec(options["sinks"].shape, "float32")  # as they are converted
+    is_decode = call.fwd == DECODE
+    if call.kv_cache is None:
+        q, k, v = map(spec_like, call[:3])
+        causal = call.is_causal and not (is_decode and q.shape[1] <= 1)
+        return (GQADecode if is_decode else GQAPrefill)(q, k, v, _out_of(q, v), causal=causal, **options)
+    batch = bound_batch(call.kv_cache)
+    q, new_k, new_v = map(spec_like, packed(*call[:3]))
+    pools = call.kv_cache.k_pool(call.layer_id), call.kv_cache.v_pool(call.layer_id), batch.page_table
+    operands = (q, *map(spec_like, pools))
+    options |= {"seqlens_k": spec_like(batch.seqlens_k), "page_table_rows": spec_like(batch.page_table_rows)}
+    if is_decode:
+        return PagedGQADecode(*operands, _out_of(q, new_v), new_k=new_k, new_v=new_v, **options)
+    offsets = spec_like(batch.cu_seqlens_q)
+    return PagedGQAPrefill(*operands, offsets, _out_of(q, new_v), causal=call.is_causal, **options)
+
+
+def _out_of(q: TensorSpec, v: TensorSpec) -> TensorSpec:
+    return TensorSpec((*q.shape[:-1], v.shape[-1]), q.dtype)
+
+
 def _as_wrappers_take(options: dict[str, Any]) -> dict[str, Any]:
     """The kernels read sinks in fp32; models keep them in the dtype of their weights."""
     sinks = options.get("sinks")
@@ -102,7 +159,7 @@ def _as_wrappers_take(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusals(request: Request) -> Iterator[str]:
-    yield from kernel_refusals(request.device, lambda spec: _sample_op(request, spec))
+    yield from kernel_refusals(request.device, lambda spec: _sample_op(request, spec), request.target)
     if request.derivative is not None:
         yield _NO_DERIVATIVE[request.derivative]
 

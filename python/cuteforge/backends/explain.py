@@ -17,20 +17,27 @@ _EXPLAINERS = {attention: explain_attention, apply_rotary_emb: explain_rotary_em
 _BY_NAME = {function.__name__: explainer for function, explainer in _EXPLAINERS.items()}
 
 
-def explain(function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args: Any, **kwargs: Any) -> Decision:
-    """Which backend would serve a call of a policy function, and what each backend says of it. Runs nothing and changes
-    nothing.
+def explain(
+    function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args: Any, arch: str | None = None, **kwargs: Any
+) -> Decision:
+    """Which backend would serve a call of a policy function, what each says of it, and how a kernel would run.
+
+    Launches nothing. For the plan of a kernel it compiles a function of the host, once for each kernel.
 
     Args:
         function: `attention`, `apply_rotary_emb` or `compress`, or the name of one. A tensor stands for q of a call of
             attention: ``explain(q, k, v)`` is ``explain(attention, q, k, v)``.
-        args, kwargs: those of the call.
+        args, kwargs: of the call. The values of tensors are not read, so they may be on the meta device.
+        arch: e.g. ``"sm_90a"``: the call as if on a GPU of this architecture, whatever is here; other backends are
+            asked as on CUDA. None: the call as it is.
 
     Returns:
-        A `Decision`, which prints as a table. Its ``chosen`` is None where the call would raise UnsupportedError.
+        A `Decision`. It prints as a table; ``chosen`` is None where the call would raise UnsupportedError, ``kernel``
+        where no kernel of the library is chosen.
 
     Raises:
-        ContractError: `function` is no policy function, or the call would refuse its arguments before it chooses.
+        ContractError: no policy function, arguments that the call would refuse, or `arch` is no architecture.
+        UnsupportedError: `arch` is below compute capability 8.0.
 
     Examples:
         >>> import torch
@@ -43,12 +50,12 @@ def explain(function: Callable[..., torch.Tensor] | str | torch.Tensor, /, *args
           torch_native  chosen
     """
     if isinstance(function, torch.Tensor):
-        return explain_attention(function, *args, **kwargs)
+        return explain_attention(function, *args, arch=arch, **kwargs)
     explainer = _BY_NAME.get(function) if isinstance(function, str) else _find(function)
     if explainer is None:
         wanted = f"a policy function ({', '.join(_BY_NAME)}), its name, or a tensor"
         raise ContractError(f"function: wanted {wanted}, got {function!r}")
-    return explainer(*args, **kwargs)
+    return explainer(*args, arch=arch, **kwargs)
 
 
 def _find(function: Any) -> Any:

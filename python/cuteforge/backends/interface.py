@@ -11,9 +11,11 @@ import torch
 from cuteforge.arguments import described, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.families.attention.api import MAX_DECODE_TOKENS
-from cuteforge.op.torch_library import check_layout
+from cuteforge.op.checks import check_layout
 
 if TYPE_CHECKING:
+    from cuteforge.runtime.arch import Arch
+    from cuteforge.runtime.kernel_facts import KernelFacts
     from cuteforge.serving.kv_cache import Batch, KVCache
 
 DECODE, PREFILL = "decode", "prefill"
@@ -34,6 +36,7 @@ class Request(NamedTuple):
         derivative: ``"graph"``, for a graph of autograd in grad mode; ``"transform"``, for torch.func or forward mode;
             or None.
         options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` the call has.
+        target: the architecture that `explain` asks for; the GPU of `device` need not be here then.
 
     Examples:
         >>> import torch
@@ -57,6 +60,21 @@ class Request(NamedTuple):
     is_causal: bool
     derivative: str | None
     options: tuple[str, ...] = ()
+    target: Arch | None = None
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of a call of `attention`, checked."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv_cache: KVCache | None
+    layer_id: int
+    attn_mask: torch.Tensor | None
+    is_causal: bool
+    fwd: str
+    options: dict[str, Any]
 
 
 class AttentionBackend(ABC):
@@ -136,7 +154,8 @@ class AttentionBackend(ABC):
         """
 
     def replay(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd: str, scale: float | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, fwd:
+        str, scale: float | None
     ) -> Any:  # fmt: skip
         """How later calls like this one, which has just been served, may skip the choice.
 
@@ -152,9 +171,14 @@ class AttentionBackend(ABC):
         """
         return None
 
+    def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:
+        """What the backend runs for a call that it serves, on a GPU of `arch`; None where it does not say."""
+        return None
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache | None = None, layer_id: int = 0,
-        attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None = None, **options: Any,
+        attn_mask: torch.Tensor | None = None, is_causal: bool = False, fwd: str | None = None, *, scale: float | None =
+        None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Run `fwd_decode` or `fwd_prefill`, as `fwd` says; if it is None, as the cache is bound, or by the number of
         query tokens.
@@ -182,7 +206,8 @@ def unserved_options(backend: AttentionBackend, options: Iterable[str]) -> str |
 
 
 def find_fwd(q: torch.Tensor, kv_cache: KVCache | None, fwd: str | None) -> str:
-    """``"decode"`` or ``"prefill"``: `fwd`, or else with a cache what it is bound to, and without one decode up to 16 query tokens.
+    """``"decode"`` or ``"prefill"``: `fwd`, or else with a cache what it is bound to, and without one decode up to 16
+    query tokens.
 
     Raises:
         ContractError: `fwd` is neither, or decode over a cache that is bound to a prefill; or the cache is not bound.

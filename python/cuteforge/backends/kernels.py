@@ -12,12 +12,13 @@ from cuteforge.families.attention import GQADecode, GQAPrefill, MergeState, Page
 from cuteforge.families.csa.compressor import CSACompressorBackward, CSACompressorForward
 from cuteforge.families.rotary import RotaryEmbedding
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime import arch, cutlass_compat, env
 
 Spec = Callable[..., TensorSpec]
 
-# A common call of each kernel: ``sample(spec)``, where ``spec(*shape, dtype=bfloat16)`` is a tensor on the device in question.
+# A common call of each kernel: ``sample(spec)``, where ``spec(*shape, dtype=bfloat16)`` is a tensor on the device in
+# question.
 _SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
     "gqa_decode": lambda spec: GQADecode(*[spec(1, 1, 1, 128)] * 4),
     "gqa_prefill": lambda spec: GQAPrefill(*[spec(1, 1, 1, 128)] * 4),
@@ -70,8 +71,14 @@ def is_available(name: str) -> bool:
     return next(kernel_refusals(device, _SAMPLES[name]), None) is None
 
 
-def kernel_refusals(device: torch.device, sample: Callable[[Spec], APIBase]) -> Iterator[str]:
-    """Why the op ``sample(spec)`` does not run on `device`, in sentences; none where it does."""
+def kernel_refusals(
+    device: torch.device, sample: Callable[[Spec], APIBase], target: arch.Arch | None = None
+) -> Iterator[str]:
+    """Why the op ``sample(spec)`` does not run on `device`, in sentences; none where it does.
+
+    Args:
+        target: the architecture that counts instead of that of `device`, which need not be here.
+    """
     if not env.kernels():
         yield env.KERNELS_OFF
     is_gpu = device.type == "cuda"
@@ -82,11 +89,34 @@ def kernel_refusals(device: torch.device, sample: Callable[[Spec], APIBase]) -> 
         return TensorSpec(shape, dtype, device=str(device) if is_gpu else "cuda")
 
     try:
-        sample(spec).check_support()
-        if is_gpu:
+        op = sample(spec)
+        op.check_support()
+        if target is not None:
+            op._check_arch(op.dims, target)
+        elif is_gpu:
             _check_toolchain(device)
     except (ContractError, UnsupportedError) as error:
         yield str(error)
+
+
+def target_of(arch_name: str | None) -> arch.Arch | None:
+    """The architecture that `explain` is asked for.
+
+    Raises:
+        ContractError: not the name of one.
+        UnsupportedError: below compute capability 8.0.
+    """
+    return None if arch_name is None else arch.resolve_arch(arch_name, None)
+
+
+def arch_of(device: torch.device, target: arch.Arch | None) -> arch.Arch | None:
+    """The architecture that a kernel for tensors on `device` is compiled for; None where there is no GPU."""
+    return target or (arch.resolve_arch(None, device.index) if device.type == "cuda" else None)
+
+
+def spec_like(tensor: torch.Tensor) -> TensorSpec:
+    """A tensor of this shape and dtype on any GPU, in rows that kernels read."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 def _check_toolchain(device: torch.device) -> None:

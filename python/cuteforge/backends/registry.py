@@ -179,7 +179,8 @@ def context_backend() -> AttentionBackend | None:
 
 
 def wish_for(backend: Any) -> Wish:
-    """What is wanted of a call with the argument `backend`: argument before context before environment before priority."""
+    """What is wanted of a call with the argument `backend`: argument before context before environment before
+    priority."""
     if backend is not None:
         return Wish(ARGUMENT, resolve(backend))
     if (chosen := _context.get()) is not None:
@@ -190,7 +191,8 @@ def wish_for(backend: Any) -> Wish:
 
 
 def wish_among(candidates: dict[str, Any], backend: Any) -> Wish:
-    """As `wish_for`, for a policy function with candidates of its own. What the environment names may be none of them."""
+    """As `wish_for`, for a policy function with candidates of its own. What the environment names may be none of
+    them."""
     if backend is not None:
         name = backend.value if isinstance(backend, ATTN_BACKEND) else backend
         if not isinstance(name, str) or name not in candidates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from cuteforge.arguments import flag
 from cuteforge.backends import registry
 from cuteforge.backends.interface import require_tensor
-from cuteforge.backends.kernels import Spec, kernel_refusals
+from cuteforge.backends.kernels import Spec, arch_of, kernel_refusals, spec_like, target_of
 from cuteforge.backends.selection import (
     Candidate,
     Decision,
@@ -22,10 +22,14 @@ from cuteforge.backends.selection import (
 )
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary import RotaryEmbedding, reference, rotary_wrapper
-from cuteforge.families.rotary.road import ONE, Tables, check_heads, table_of
+from cuteforge.families.rotary.road import ONE, Tables, check_heads, op_of, table_of
 from cuteforge.op import recall
-from cuteforge.op.torch_library import is_traced, without_autocast
+from cuteforge.op.tracing import is_traced, without_autocast
 from cuteforge.runtime import env
+from cuteforge.runtime.arch import Arch
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 
 class Request(NamedTuple):
@@ -36,6 +40,7 @@ class Request(NamedTuple):
         half: ``rotary_dim / 2``.
         index_dtype: of positions; None with `freqs_cis`.
         derivative: as `selection.derivative_of`, by x; ``"table"`` where the table requires grad.
+        target: the architecture that `explain` asks for.
     """
 
     device: torch.device
@@ -44,10 +49,12 @@ class Request(NamedTuple):
     half: int
     index_dtype: torch.dtype | None
     derivative: str | None
+    target: Arch | None = None
 
 
 def apply_rotary_emb(
-    x: torch.Tensor, freqs_cis: torch.Tensor | None = None, *, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    x: torch.Tensor, freqs_cis: torch.Tensor | None = None, *, cos: torch.Tensor | None = None, sin: torch.Tensor | None
+    = None,
     positions: torch.Tensor | None = None, interleaved: bool = True, inverse: bool = False,
     backend: registry.ATTN_BACKEND | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -105,12 +112,27 @@ def apply_rotary_emb(
 
 
 def explain_rotary_emb(
-    x, freqs_cis=None, *, cos=None, sin=None, positions=None, interleaved=True, inverse=False, backend=None
+    x, freqs_cis=None, *, cos=None, sin=None, positions=None, interleaved=True, inverse=False, backend=None, arch=None
 ) -> Decision:
     """What `apply_rotary_emb` would do with these arguments; see `explain.explain`."""
-    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        flag(name, value, or_number=True)
-    return _policy.decide(_facts(x, _table(x, freqs_cis, cos, sin, positions)), backend)
+    target = target_of(arch)
+    interleaved = flag("interleaved", interleaved, or_number=True)
+    flag("inverse", inverse, or_number=True)
+    table = _table(x, freqs_cis, cos, sin, positions)
+    request = _facts(x, table)
+    if target is not None:
+        request = request._replace(device=torch.device("cuda"), target=target)
+
+    def describe(chosen: Candidate) -> KernelFacts | None:
+        gpu = arch_of(x.device, target)
+        if gpu is None or chosen.name != "cuda":
+            return None
+        from cuteforge.families.rotary import explain as family
+
+        inputs = {name: spec_like(tensor) for name, tensor in {"x": x, **table}.items()}
+        return family.describe(op_of(inputs, {"out": inputs["x"]}, interleaved), gpu)
+
+    return _policy.decide(request, backend, describe)
 
 
 def _table(x: Any, freqs_cis: Any, cos: Any, sin: Any, positions: Any) -> Tables:
@@ -138,7 +160,7 @@ def _facts(x: torch.Tensor, table: Tables) -> Request:
 
 
 def _refuse_kernel(request: Request) -> str | None:
-    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec)))
+    refusals = list(kernel_refusals(request.device, lambda spec: _sample_op(request, spec), request.target))
     if request.derivative == "table":
         refusals.append("the kernel has no gradient for the table, which requires grad")
     if request.derivative == "transform":

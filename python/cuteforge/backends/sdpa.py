@@ -1,7 +1,8 @@
 """Attention by torch's scaled_dot_product_attention, with this library's masks, corner and empty rows.
 
 Dims: ``B`` requests, ``L`` query tokens, ``S`` keys, ``Hq = G * Hkv`` heads, ``D`` and ``Dv`` head dims, ``T`` packed
-tokens. A mask that is ready for scores is called `keep`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query sees a key.
+tokens. A mask that is ready for scores is called `visible`: bool ``(1|B, 1|Hq, 1|L, S)``, True where a query sees a
+key.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cuteforge.families.attention.options import UNLIMITED, Window
-from cuteforge.op.torch_library import autocasts
+from cuteforge.op.tracing import autocasts
 
 # A scale closer to 0 than this may be 0 where a kernel rounds it, and a score of -inf times 0 is NaN.
 _LEAST_SCALE = 1e-30
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_causal: bool, scale: float | None,
-    softcap: float | None = None, sinks: torch.Tensor | None = None, *, by_scores: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    by_scores: bool = False,
+) -> torch.Tensor:
     """``(B, L, Hq, Dv)`` of q ``(B, L, Hq, D)``, k ``(B, S, Hkv, D)``, v ``(B, S, Hkv, Dv)``; a query that sees no key
     gives 0, and no gradient.
 
@@ -33,18 +42,18 @@ def attend(
     """
     if autocasts(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
+            return attend(q, k, v, visible, is_causal, scale, softcap, sinks, by_scores=by_scores)
     length, num_keys = q.shape[1], k.shape[1]
     q, scale = positive_scale(q, scale)
     # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its
     # fused kernels know it.
     is_causal = is_causal and length > 1
     if softcap or sinks is not None or by_scores:
-        return _attend_by_scores(q, k, v, _cut(keep, is_causal, length, num_keys, q.device), scale, softcap, sinks)
-    is_square = is_causal and keep is None and _are_equal(length, num_keys)
+        return _attend_by_scores(q, k, v, _cut(visible, is_causal, length, num_keys, q.device), scale, softcap, sinks)
+    is_square = is_causal and visible is None and _are_equal(length, num_keys)
     if not is_square:
-        keep = _cut(keep, is_causal, length, num_keys, q.device)
-    return _attend_fused(q, k, v, keep, is_square, scale)
+        visible = _cut(visible, is_causal, length, num_keys, q.device)
+    return _attend_fused(q, k, v, visible, is_square, scale)
 
 
 def _are_equal(length: int, num_keys: int) -> bool:
@@ -57,26 +66,31 @@ def _are_equal(length: int, num_keys: int) -> bool:
 
 
 def _attend_fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, is_square: bool, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    is_square: bool,
+    scale: float | None,
 ) -> torch.Tensor:
-    """`attend` by torch's function. `is_square`: causal, with as many queries as keys, and without `keep`."""
+    """`attend` by torch's function. `is_square`: causal, with as many queries as keys, and without `visible`."""
     # comparisons of sizes, which are no plain bools under torch.compile: a branch makes them so
     is_grouped = True if q.shape[2] > k.shape[2] else False  # noqa: SIM210
-    if keep is not None and is_grouped:
+    if visible is not None and is_grouped:
         # The fused kernels that take masks know no groups, and without them all scores are held at once.
         groups = q.shape[2] // k.shape[2]
         k, v, is_grouped = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), False
     by_head = [x.transpose(1, 2) for x in (q, k, v)]
     options = {"scale": scale, "enable_gqa": is_grouped}
-    if keep is None:
+    if visible is None:
         out = scaled_dot_product_attention(*by_head, is_causal=is_square, **options).transpose(1, 2)
         return _with_nan_rows(out, q, k, is_square) if q.device.type == "cpu" else out
     # A row without a key would be 0/0, and so would its gradient: it sees all keys instead, and what comes of it is
     # dropped.
-    is_empty = ~keep.any(-1, keepdim=True)
+    is_empty = ~visible.any(-1, keepdim=True)
     # Its query must not count either: a NaN in it would reach the gradients of all keys.
     by_head[0] = by_head[0].masked_fill(is_empty, 0)
-    out = scaled_dot_product_attention(*by_head, attn_mask=keep | is_empty, **options)
+    out = scaled_dot_product_attention(*by_head, attn_mask=visible | is_empty, **options)
     return out.masked_fill(is_empty, 0).transpose(1, 2)
 
 
@@ -94,9 +108,14 @@ def _with_nan_rows(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, is_squar
 
 
 def _attend_by_scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, scale: float | None, softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """As `attend`, where torch's function has no such thing: all scores are held at once, in fp32 at least.
 
     Args:
@@ -105,8 +124,8 @@ def _attend_by_scores(
     """
     dtype, (batch, length, heads, dim) = torch.promote_types(q.dtype, torch.float32), q.shape
     is_empty = None
-    if keep is not None:
-        is_empty = ~keep.any(-1, keepdim=True)
+    if visible is not None:
+        is_empty = ~visible.any(-1, keepdim=True)
         q = q.masked_fill(is_empty.transpose(1, 2), 0)
     keys, values = (x.transpose(1, 2).to(dtype) for x in (k, v))
     # The query heads that read a KV head, one after the other.
@@ -116,8 +135,8 @@ def _attend_by_scores(
     scores = scores * (dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if keep is not None:
-        scores = scores.masked_fill(~(keep | is_empty), -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~(visible | is_empty), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
     weights = torch.softmax(scores, -1)
@@ -129,12 +148,12 @@ def _attend_by_scores(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _cut(keep, is_causal: bool, length: int, num_keys: int, device) -> torch.Tensor | None:
-    """`keep` with the causal corner."""
+def _cut(visible, is_causal: bool, length: int, num_keys: int, device) -> torch.Tensor | None:
+    """`visible` with the causal corner."""
     if not is_causal:
-        return keep
+        return visible
     corner = corner_mask(length, num_keys, device)
-    return corner if keep is None else keep & corner
+    return corner if visible is None else visible & corner
 
 
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
@@ -147,21 +166,21 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
 
 
 def corner_mask(length: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """`keep` of a causal mask aligned at the last query and the last key, ``(1, 1, L, S)``."""
+    """`visible` of a causal mask aligned at the last query and the last key, ``(1, 1, L, S)``."""
     return window_mask(length, num_keys, (None, 0), device)
 
 
 def window_mask(length: int, num_keys: int, window: Window, device: torch.device) -> torch.Tensor:
-    """`keep` of a window around the place of each query, ``(1, 1, L, S)``; the last query is at the last key."""
-    place = torch.arange(length, device=device) + (num_keys - length)
-    return _inside(torch.arange(num_keys, device=device), place.unsqueeze(1), window)[None, None]
+    """`visible` of a window around the position of each query, ``(1, 1, L, S)``; the last query is at the last key."""
+    position = torch.arange(length, device=device) + (num_keys - length)
+    return _inside(torch.arange(num_keys, device=device), position.unsqueeze(1), window)[None, None]
 
 
-def _inside(key: torch.Tensor, place: torch.Tensor, window: Window) -> torch.Tensor:
-    """Whether keys are in the window around places, which has a limit on one side at least."""
+def _inside(key: torch.Tensor, position: torch.Tensor, window: Window) -> torch.Tensor:
+    """Whether keys are in the window around positions, which has a limit on one side at least."""
     left, right = window
-    limits = [] if left is None else [key >= place - left]
-    limits += [] if right is None else [key <= place + right]
+    limits = [] if left is None else [key >= position - left]
+    limits += [] if right is None else [key <= position + right]
     return limits[0] if len(limits) == 1 else limits[0].logical_and_(limits[1])
 
 
@@ -170,42 +189,43 @@ def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dim() == 4 else mask[:, None] if mask.dim() == 3 else mask[:, None, None]
 
 
-def ragged_keep(
+def ragged_mask(
     lens_q: torch.Tensor, lens_k: torch.Tensor, length: int, num_keys: int, mask: torch.Tensor | None, window: Window
 ) -> torch.Tensor:
-    """`keep` of requests of different lengths, padded to `length` query tokens and `num_keys` keys.
+    """`visible` of requests of different lengths, padded to `length` query tokens and `num_keys` keys.
 
     Args:
         lens_q, lens_k: ``(B,)``; the last query is at the last key.
-        window: around the place of each query.
+        window: around the position of each query.
         mask: as of `attention`; rows and columns that it lacks count as masked.
     """
     key = torch.arange(num_keys, device=lens_k.device)
-    keep = (key < lens_k[:, None])[:, None, None]
+    visible = (key < lens_k[:, None])[:, None, None]
     if window != UNLIMITED:
-        place = torch.arange(length, device=lens_k.device) + (lens_k - lens_q)[:, None]
-        keep = keep & _inside(key, place[..., None], window)[:, None]
+        position = torch.arange(length, device=lens_k.device) + (lens_k - lens_q)[:, None]
+        visible = visible & _inside(key, position[..., None], window)[:, None]
     if mask is None:
-        return keep
+        return visible
     mask = with_four_dims(mask)
     rows = 0 if mask.shape[2] == 1 else length - mask.shape[2]
-    return keep & pad(mask, (0, num_keys - mask.shape[3], 0, rows))
+    return visible & pad(mask, (0, num_keys - mask.shape[3], 0, rows))
 
 
 def pad_requests(packed: torch.Tensor, cu_seqlens: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple]:
     """``packed (T, H, D)`` as ``(B, length, H, D)``, 0 past the requests' ends, and the index that takes it back."""
     token = torch.arange(packed.shape[0], dtype=cu_seqlens.dtype, device=packed.device)
     request = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    place = (request, (token - cu_seqlens[request]).long())
+    index = (request, (token - cu_seqlens[request]).long())
     padded = packed.new_zeros(len(cu_seqlens) - 1, length, *packed.shape[1:])
-    return padded.index_put(place, packed), place
+    return padded.index_put(index, packed), index
 
 
 def gather_pages(
     pool: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, num_keys: int
 ) -> torch.Tensor:
     """The tokens of each request, ``(B, num_keys, H, D)`` of ``pool (P, ps, H, D)``; 0 past its length, whatever the
-    pool holds there."""
+    pool holds there.
+    """
     num_pages, page_size = pool.shape[:2]
     pages = page_table[rows.long(), : -(-num_keys // page_size)].long().clamp(0, num_pages - 1)
     tokens = pool[pages].flatten(1, 2)[:, :num_keys]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -13,6 +13,9 @@ from torch.autograd import forward_ad
 
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import env
+
+if TYPE_CHECKING:
+    from cuteforge.runtime.kernel_facts import KernelFacts
 
 ARGUMENT, CONTEXT, ENVIRONMENT, PRIORITY = "argument", "context", "environment", "priority"
 # Who asks for a backend this way gets it or an error; the others fall through to the next that serves the call.
@@ -72,6 +75,7 @@ class Decision:
         chosen: name of the candidate that runs; None where the call raises UnsupportedError.
         source: ``"argument"``, ``"context"``, ``"environment"`` or ``"priority"``: what put the candidates in order.
         verdicts: of every candidate, in the order in which they are asked.
+        kernel: what runs on the GPU, where a kernel of the library is chosen: architecture, tile, plan and reasons.
 
     Examples:
         >>> import torch
@@ -88,12 +92,15 @@ class Decision:
     chosen: str | None
     source: str
     verdicts: tuple[Verdict, ...]
+    kernel: KernelFacts | None = None
 
     def __str__(self) -> str:
         rows = [(v.name, "chosen" if v.name == self.chosen else v.refusal or "serves the call") for v in self.verdicts]
         width = max(len(name) for name, _ in rows)
         title = f"{self.function}: {self.chosen or 'nothing serves this call'} (by {self.source})"
-        return "\n".join([title, *(f"  {name:<{width}}  {state}" for name, state in rows)])
+        kernel = [] if self.kernel is None else str(self.kernel).split("\n")
+        table = [f"  {name:<{width}}  {state}" for name, state in rows]
+        return "\n".join([title, *table, *(f"  {line}" for line in kernel)])
 
 
 class Policy:
@@ -143,14 +150,22 @@ class Policy:
         self._chosen[key] = chosen
         return chosen
 
-    def decide(self, request: Any, backend: Any) -> Decision:
-        """As `choose`, but asks every candidate and returns what they say."""
+    def decide(
+        self, request: Any, backend: Any, describe: Callable[[Any], KernelFacts | None] = lambda candidate: None
+    ) -> Decision:
+        """As `choose`, but asks every candidate and returns what they say.
+
+        Args:
+            describe: the candidate that is chosen -> the kernel that it runs.
+        """
         wish = self._wish_for(backend)
         ordered = _in_order(self._candidates(), wish)
         verdicts = tuple(Verdict(candidate.name, self._refusal_of(candidate, request)) for candidate in ordered)
         eligible = verdicts[:1] if wish.source in STRICT else verdicts
-        chosen = next((v.name for v in eligible if v.refusal is None), None)
-        return Decision(self._name, chosen, wish.source, verdicts)
+        chosen = next((c for c, v in zip(ordered, eligible) if v.refusal is None), None)
+        if chosen is None:
+            return Decision(self._name, None, wish.source, verdicts)
+        return Decision(self._name, chosen.name, wish.source, verdicts, describe(chosen))
 
     def _first_that_serves(self, request: Any, wish: Wish) -> Any:
         refusals, candidates = [], self._candidates()
@@ -185,7 +200,8 @@ def _is_transformed() -> bool:
 
 
 def derivative_of(*tensors: torch.Tensor) -> str | None:
-    """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``, torch.func
+    """What a call has to be differentiated by: ``"graph"``, a graph of autograd in grad mode; ``"transform"``,
+    torch.func
     or forward mode; or None.
     """
     if _is_transformed():

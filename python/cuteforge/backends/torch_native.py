@@ -60,15 +60,15 @@ class TorchNativeBackend(AttentionBackend):
             window = (window[0], 0) if is_causal else window
             return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks)
         _check_dense(q, k, v)
-        keep = None
+        visible = None
         if attn_mask is not None:
             _check_mask(attn_mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
-            keep = sdpa.with_four_dims(attn_mask)
+            visible = sdpa.with_four_dims(attn_mask)
         if window != UNLIMITED:
             inside = sdpa.window_mask(q.shape[1], k.shape[1], window, q.device)
-            keep = inside if keep is None else keep & inside
+            visible = inside if visible is None else visible & inside
         by_scores = derivative_of(q, k, v) == "transform"
-        return sdpa.attend(q, k, v, keep, is_causal, scale, softcap, sinks, by_scores=by_scores)
+        return sdpa.attend(q, k, v, visible, is_causal, scale, softcap, sinks, by_scores=by_scores)
 
 
 def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks) -> torch.Tensor:
@@ -84,13 +84,13 @@ def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softca
     num_keys = _padded_length(lens_k, batch.page_table.shape[1] * pools[0].shape[1])
     keys, values = (sdpa.gather_pages(p, batch.page_table, batch.page_table_rows, lens_k, num_keys) for p in pools)
     lens_q = batch.cu_seqlens_q.diff()
-    keep = sdpa.ragged_keep(lens_q, lens_k, batch.max_new, num_keys, attn_mask, window)
-    padded, place = sdpa.pad_requests(rows, batch.cu_seqlens_q, batch.max_new)
-    request, index = place
+    visible = sdpa.ragged_mask(lens_q, lens_k, batch.max_new, num_keys, attn_mask, window)
+    padded, unpadded = sdpa.pad_requests(rows, batch.cu_seqlens_q, batch.max_new)
+    request, index = unpadded
     position = index + (lens_k - lens_q)[request]
     keys, values = (_with_graph(x, new, request, position) for x, new in ((keys, new_k), (values, new_v)))
-    # The corner is in `keep`.
-    out = sdpa.attend(padded, keys, values, keep, False, scale, softcap, sinks)[place]
+    # The corner is in `visible`.
+    out = sdpa.attend(padded, keys, values, visible, False, scale, softcap, sinks)[unpadded]
     return out if q.dim() == 3 else out.unsqueeze(1)
 
 
@@ -100,8 +100,8 @@ def _with_graph(stored: torch.Tensor, new: torch.Tensor, request: torch.Tensor, 
         return stored
     # A padding row has a token, but no key: it writes back what is there.
     is_padding = (position < 0)[:, None, None]
-    place = request, position.clamp(min=0)
-    return stored.index_put(place, torch.where(is_padding, stored[place], new))
+    index = request, position.clamp(min=0)
+    return stored.index_put(index, torch.where(is_padding, stored[index], new))
 
 
 def _padded_length(lens: torch.Tensor, most: int) -> int:
@@ -156,7 +156,8 @@ def _check_new_queries(q: torch.Tensor, k_pool: torch.Tensor, batch: Any) -> Non
 def _check_mask(
     mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
 ) -> None:
-    """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as masked."""
+    """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as
+    masked."""
     if mask.dim() not in (2, 3, 4):
         raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
     if mask.device != device:

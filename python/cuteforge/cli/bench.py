@@ -52,8 +52,7 @@ def run(families: Sequence[str] = (), quick: bool = False, json: Path | None = N
 
 
 def _run_script(name: str, arguments: Sequence[str]) -> int:
-    """Exit status of a script of the checkout, whose benchmarks time host work and start-up: nothing else runs beside
-    it."""
+    """Exit status of a script of the checkout. Nothing else runs beside it: it times host work and start-up."""
     paths = [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, str(BENCHMARKS_DIR / name), *arguments]

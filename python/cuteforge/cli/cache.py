@@ -25,8 +25,9 @@ def run(
     stale: bool = False,
     remove: bool = False,
 ) -> int:
-    """List, clear or verify the cache directory that the environment names, whether kernels are stored there now or
-    not.
+    """List, clear or verify the cache directory that the environment names.
+
+    It need not be in use now.
 
     Args:
         action: "ls", "clear" or "verify".

@@ -1,4 +1,7 @@
-"""The commands and their options. Imports nothing that a command needs, so that the help works where something is missing."""
+"""The commands and their options.
+
+Imports nothing that a command needs, so that the help works where something is missing.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,30 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--remove", action="store_true", help="remove the damaged entries")
 
 
+# Of each function of `explain` its sizes, with defaults.
+_EXPLAINED = {
+    "attention": {"requests": 1, "tokens": 1, "keys": 4096, "heads": 32, "kv-heads": 8, "head-dim": 128},
+    "rotary": {"tokens": 4096, "heads": 32, "head-dim": 128},
+    "compress": {"tokens": 4096, "head-dim": 128, "ratio": 4, "coff": 2},
+}
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    functions = parser.add_subparsers(dest="function", metavar="FUNCTION", required=True)
+    for name, sizes in _EXPLAINED.items():
+        options = functions.add_parser(name, help=", ".join(sizes))
+        options.add_argument("--arch", type=_arch, metavar="ARCH", help="e.g. sm_90a; default: that of the GPU here")
+        options.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="default: bfloat16")
+        for size, default in sizes.items():
+            options.add_argument(f"--{size}", type=_positive(int), default=default, metavar="N", help=f"{default}")
+        if name == "attention":
+            options.add_argument("--causal", action="store_true")
+            options.add_argument("--page-size", type=_positive(int), metavar="N", help="keys in pages of N tokens")
+        elif name == "rotary":
+            options.add_argument("--rotary-dim", type=_positive(int), metavar="N", help="default: the head dim")
+            options.add_argument("--halves", action="store_true", help="pairs (i, i + N/2) instead of (2i, 2i+1)")
+
+
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "families", nargs="*", metavar="FAMILY", help="e.g. csa; default: all, or none with --plots alone"
@@ -90,6 +117,11 @@ COMMANDS = {
     ),
     "warmup": Command(
         "cuteforge.cli.warmup", "compile kernels ahead, in parallel, into the disk cache", _add_warmup_options
+    ),
+    "explain": Command(
+        "cuteforge.cli.explain",
+        "say what a call would run on an architecture: backend, tile, plan",
+        _add_explain_options,
     ),
     "cache": Command("cuteforge.cli.cache", "list, clear or verify the compiled kernels on disk", _add_cache_options),
     "bench": Command(

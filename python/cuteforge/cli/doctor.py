@@ -1,5 +1,7 @@
-"""`doctor`: what is installed, what runs on this machine, and why not otherwise. Reports whatever is missing; never
-raises."""
+"""`doctor`: what is installed, what runs on this machine, and why not otherwise.
+
+It reports whatever is missing and never raises.
+"""
 
 from __future__ import annotations
 

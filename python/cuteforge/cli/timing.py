@@ -1,5 +1,7 @@
-"""Device time of one launch, and what the GPU can copy: the figures beside the demo's checks. `benchmarks/` measures in
-earnest."""
+"""Device time of one launch, and what the GPU can copy: the figures beside the demo's checks.
+
+The benchmarks of a source checkout measure more carefully.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ def median_us(launch: Callable[[], object]) -> float:
 
 
 def copy_tbps() -> float:
-    """TB/s, read and written together, of a copy much larger than the L2 cache: what a memory-bound kernel is held
-    against."""
+    """TB/s, read and written together, of a copy much larger than the L2 cache.
+
+    A memory-bound kernel is compared with it.
+    """
     free_bytes, _ = torch.cuda.mem_get_info()
     src = torch.zeros(min(MAX_COPY_BYTES, free_bytes // 4), dtype=torch.uint8, device="cuda")
     dst = torch.empty_like(src)

@@ -33,8 +33,10 @@ BAD_STATUSES = ("failed", "not stored")
 
 @dataclass(frozen=True)
 class Job:
-    """One configuration for one architecture; tile selection reads the facts of `device` if that is of this
-    architecture."""
+    """One configuration for one architecture.
+
+    Tile selection reads the facts of `device` if that is a GPU of this architecture.
+    """
 
     configuration: Configuration
     arch: str

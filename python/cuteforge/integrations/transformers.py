@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from cuteforge import attention  # by the package, which refuses an old torch
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.integrations.versions import require_transformers
-from cuteforge.op.torch_library import autocasts
+from cuteforge.op.tracing import autocasts
 
 require_transformers(transformers.__version__)  # an older one lacks what is imported here
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
@@ -34,9 +34,11 @@ _UNSERVED = {
 
 
 def register(name: str = "cuteforge") -> None:
-    """Make `cuteforge.attention` known to transformers: ``from_pretrained(…, attn_implementation=name)``, ``model.set_attn_implementation(name)``.
+    """Make `cuteforge.attention` known to transformers: ``from_pretrained(…, attn_implementation=name)``,
+    ``model.set_attn_implementation(name)``.
 
-    A backend is chosen for each call as by `cuteforge.attention`: the kernels where they serve it, torch's attention for training, CPU and fp32.
+    A backend is chosen for each call as by `cuteforge.attention`: the kernels where they serve it, torch's attention
+    for training, CPU and fp32.
     Registering twice is free.
 
     Args:
@@ -64,19 +66,22 @@ def register(name: str = "cuteforge") -> None:
 
 
 def attention_forward(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor |
+    None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention of a module of transformers. Heads are views, and KV heads are not repeated.
 
     Args:
         module: its ``is_causal`` counts where there is neither a mask nor the argument.
-        query, key, value: ``(B, Hq, L, D)``, ``(B, Hkv, S, D)``, ``(B, Hkv, S, Dv)``, any strides. Under autocast they are converted to its dtype.
-        attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is all there is; or None.
+        query, key, value: ``(B, Hq, L, D)``, ``(B, Hkv, S, D)``, ``(B, Hkv, S, Dv)``, any strides. Under autocast they
+            are converted to its dtype.
+        attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is
+            all there is; or None.
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
-        options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served, others refused where they change
-            the result, ignored where not. ``output_attentions`` warns once.
+        options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served,
+            others refused where they change the result, ignored where not. ``output_attentions`` warns once.
 
     Returns:
         ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
@@ -144,17 +149,20 @@ def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Callable = causal_mask_function,
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Callable =
+    causal_mask_function,
     attention_mask: torch.Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, **options: Any,
 ) -> torch.Tensor | None:  # fmt: skip
-    """The mask that all layers of a step share, as `attention_forward` takes it; called by transformers, with its arguments.
+    """The mask that all layers of a step share, as `attention_forward` takes it; called by transformers, with its
+    arguments.
 
-    Padding alone stays ``(B, S)``, or ``(B, 1, 1, S)`` without causality, a view of the caller's. Any other pattern (sliding window, chunks,
-    packed sequences, a static cache, a function of the caller's) becomes ``(B, 1, L, S)``.
+    Padding alone stays ``(B, S)``, or ``(B, 1, 1, S)`` without causality, a view of the caller's. Any other pattern
+    (sliding window, chunks, packed sequences, a static cache, a function of the caller's) becomes ``(B, 1, L, S)``.
 
-    A prefill reads on the host whether there is padding at all, which synchronizes once: without a mask the kernels mask only tiles on the
-    diagonal, and torch's fused causal attention serves training. Decode, torch.compile and graph capture read nothing.
+    A prefill reads on the host whether there is padding at all, which synchronizes once: without a mask the kernels
+    mask only tiles on the diagonal, and torch's fused causal attention serves training. Decode, torch.compile and graph
+    capture read nothing.
     """
     # transformers allows to skip a mask with a window only where nothing else was laid over it.
     is_inside_window = local_size is not None and kv_length < local_size

@@ -1,4 +1,5 @@
-"""Uninitialised memory of kinds that are known: torch takes half of the time of an allocation to find out what it is asked for."""
+"""Uninitialised memory of kinds that are known: torch takes half of the time of an allocation to find out what it is
+asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def ways_to_empty(device: torch.device) -> tuple[Empty, Empty]:
-    """``empty(shape, strides, dtype)`` on `device`: a quick one for where it is torch's current GPU (`current_device`), and one for anywhere."""
+    """``empty(shape, strides, dtype)`` on `device`: a quick one for where it is torch's current GPU (`current_device`),
+    and one for anywhere."""
 
     def anywhere(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -10,11 +10,13 @@ import torch
 
 from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op.dims import Dims
 from cuteforge.op.guards import Varying
 from cuteforge.op.launch import bound_launch, count_writes, entry_of, translate_error
 from cuteforge.op.recall import Replays
 from cuteforge.op.replay import Launcher, Recipe, Replay
-from cuteforge.op.signature import Dims, Signature, TensorSpec
+from cuteforge.op.signature import Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime import env
 from cuteforge.runtime.arch import Arch, resolve_arch, runs_on
 from cuteforge.runtime.compile_cache import Kernel, KernelKey, load_kernel
@@ -28,7 +30,8 @@ _grad_enabled = torch.is_grad_enabled
 raw_stream = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
 Sample = torch.Tensor | TensorSpec
-"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride and device are read.
+"""What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride
+and device are read.
 
 Examples:
     >>> import torch
@@ -69,7 +72,8 @@ class APIBase:
     """
 
     signature: Signature
-    # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their order.
+    # Names of what the compiled entry takes, None for what the op does not have; without it, the operands in their
+    # order.
     _entry_operands: tuple[str | None, ...] | None = None
     # Operands that the entry takes as bytes: it has no type for bools.
     _as_bytes: frozenset[str] = frozenset()
@@ -114,7 +118,8 @@ class APIBase:
         return ()
 
     def _check_operands(self, operands: tuple) -> None:
-        """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which the table says what is wrong."""
+        """Raise ContractError for what the compiled entry does not see. Quick; takes anything for operands, of which
+        the table says what is wrong."""
 
     def _is_empty(self, operands: tuple) -> bool:
         """Whether these operands leave nothing to do; then nothing is launched."""

@@ -13,7 +13,8 @@ except ImportError:  # a torch without it: no call is remembered
     TensorGuards = None
 
 AVAILABLE = TensorGuards is not None
-# What may differ of a tensor whose shape the compiled entry checks in full: to compare it here as well takes as long again.
+# What may differ of a tensor whose shape the compiled entry checks in full: to compare it here as well takes as long
+# again.
 ANY_SHAPE = "any shape"
 
 Varying = int | str | None

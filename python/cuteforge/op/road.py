@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cuteforge.errors import ContractError
 from cuteforge.op import recall
 from cuteforge.op.base import APIBase
 from cuteforge.op.readable import readable
 from cuteforge.op.replay import Recipe, Replay, Result
-from cuteforge.op.torch_library import asked_stream
 from cuteforge.runtime import env
-from cuteforge.runtime.streams import Stream, is_capturing
+from cuteforge.runtime.streams import Stream, is_capturing, record_streams, stream_context
 
 Tensors = dict[str, torch.Tensor]
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -210,3 +212,30 @@ def _result(name: str, x: torch.Tensor, growing: int | None) -> Result:
     if growing is not None:
         shape[growing] = None
     return Result(name, tuple(shape), x.dtype)
+
+
+def asked_stream(stream: Any, *given: Any) -> AbstractContextManager:
+    """A context for all the work of a wrapper, on the stream that was asked for; None is torch's current one.
+
+    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The caller's
+    tensors belong to other streams, so they are recorded on it: torch does not reuse their memory while the stream
+    may still read or write it.
+
+    Args:
+        given: the arguments of the call that may be tensors; the first one is a tensor.
+
+    Raises:
+        ContractError: not a stream; a stream of another GPU; or a stream inside a compiled function, where
+            torch.compile orders the launches.
+    """
+    if stream is None:
+        return _NO_CONTEXT
+    if is_dynamo_compiling():
+        raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
+    if not given[0].is_cuda:
+        return _NO_CONTEXT  # the op refuses the tensor by name
+    device = given[0].get_device()
+    record_streams(
+        [x for x in given if isinstance(x, torch.Tensor) and x.is_cuda and x.get_device() == device], stream, device
+    )
+    return stream_context(stream, device)

@@ -6,143 +6,21 @@ operand that disagrees.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from cuteforge.arguments import described, integer, kind_of
 from cuteforge.errors import ContractError
+from cuteforge.op.dims import Dims, Term
+from cuteforge.op.overlap import are_disjoint, overlaps_itself
+from cuteforge.op.tensor_spec import ITEMSIZE, TensorSpec, contiguous_stride, format_shape
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-Dims = dict[str, int]
 
-ITEMSIZE = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
-_TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "layout", "stride")
 _ROLES = ("in", "out", "update", "scratch")
-_DEVICE = re.compile(r"[a-z_]+[a-z0-9_]*(:[0-9]+)?")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, dtype, stride and device of a tensor that need not exist.
-
-    It stands in for a sample tensor, so that you can ask whether a call is supported, and compile for it, on a machine
-    without a GPU.
-
-    Args:
-        shape: sizes, outermost first.
-        dtype: a name such as ``"bfloat16"``, or the torch dtype; stored as the name.
-        stride: in elements, one for each dim; contiguous when None.
-        device: ``"cuda"`` (any one GPU), ``"cuda:1"``, or ``"meta"`` (no device implied).
-
-    Raises:
-        ContractError: an argument is not of its kind, a size is negative, or there are not as many strides as sizes.
-
-    Examples:
-        >>> import torch
-        >>> from cuteforge import TensorSpec
-        >>> spec = TensorSpec((2, 3), torch.bfloat16, stride=(8, 1))
-        >>> spec.itemsize, spec.numel, spec.span
-        (2, 6, 11)
-        >>> spec.outer_dims(), spec.device, spec.device_index
-        ([(1, 3), (8, 2)], 'cuda', None)
-        >>> TensorSpec.of(torch.zeros(2, 3), "x").stride
-        (3, 1)
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...] = None  # type: ignore[assignment]  # contiguous
-    device: str = "cuda"
-
-    if TYPE_CHECKING:  # what a caller may give; the fields are what is kept of it
-
-        def __init__(
-            self,
-            shape: Iterable[int],
-            dtype: str | torch.dtype,
-            stride: Iterable[int] | None = None,
-            device: str | torch.device = "cuda",
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        shape = _integers("shape", self.shape)
-        stride = _contiguous_stride(shape) if self.stride is None else _integers("stride", self.stride)
-        if any(n < 0 for n in shape):
-            raise ContractError(f"shape: wanted extents of 0 or more, got {format_shape(shape)}")
-        if len(stride) != len(shape):
-            raise ContractError(f"stride: wanted {len(shape)} strides for shape {format_shape(shape)}, got {stride}")
-        for key, value in (("shape", shape), ("stride", stride)):
-            object.__setattr__(self, key, value)
-        device = f"cuda:{self.device}" if type(self.device) is int else str(self.device)
-        if not (_DEVICE.fullmatch(device) and _is_named(self.device, "device")):
-            raise ContractError(
-                f"device: wanted a device such as 'cuda', 'cuda:1' or 'meta', got {described(self.device)}"
-            )
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        object.__setattr__(self, "device", device)
-
-    @classmethod
-    def of(cls, x: Any, name: str) -> TensorSpec:
-        """Metadata of a torch tensor (real, meta or fake), or `x` itself when it is a TensorSpec.
-
-        Raises:
-            ContractError: `x` is neither, or a tensor without strides (sparse, nested); the text names `name`.
-        """
-        if isinstance(x, TensorSpec):
-            return x
-        if getattr(x, "is_nested", False):  # and has no shape
-            raise ContractError(f"{name}: wanted a strided tensor, got a nested one")
-        if not all(hasattr(x, attribute) for attribute in _TENSOR_ATTRIBUTES):
-            raise ContractError(f"{name}: wanted a torch.Tensor or TensorSpec, got {kind_of(x)}")
-        if str(x.layout) != "torch.strided":
-            raise ContractError(f"{name}: wanted a strided tensor, got layout {x.layout}")
-        return cls(tuple(x.shape), x.dtype, tuple(x.stride()), x.device)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last one in memory, both included; 0 when empty."""
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride)) if self.numel else 0
-
-    @property
-    def device_index(self) -> int | None:
-        """The GPU's number, None where none is named."""
-        kind, _, index = self.device.partition(":")
-        return int(index) if kind == "cuda" and index else None
-
-    def outer_dims(self) -> list[tuple[int, int]]:
-        """``(stride, extent)`` of every dim of more than one element, smallest stride first."""
-        return _outer_dims(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -172,7 +50,7 @@ class Operand:
     max_pitch_bytes: int | None = None
     in_place_of: str | None = None
     dense_dims: int = 1
-    terms: tuple[_Term, ...] = field(init=False, repr=False, compare=False)
+    terms: tuple[Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
@@ -180,7 +58,7 @@ class Operand:
         unknown = [dtype for dtype in self.dtypes if dtype not in ITEMSIZE and not dtype.startswith("=")]
         if unknown or not self.dtypes:
             raise ValueError(f"{self.name}: dtypes {self.dtypes} are not among {tuple(ITEMSIZE)}")
-        object.__setattr__(self, "terms", tuple(_Term.parse(self.name, text) for text in self.dims.split()))
+        object.__setattr__(self, "terms", tuple(Term.parse(self.name, text) for text in self.dims.split()))
 
     @property
     def is_written(self) -> bool:
@@ -207,7 +85,7 @@ class Operand:
             raise ContractError(f"{self.name}: wanted strides of 0 or more, got {format_shape(spec.stride)}")
         if spec.shape and spec.shape[-1] > 1 and spec.stride[-1] != 1:
             raise ContractError(f"{self.name}: wanted a contiguous last dim (stride 1), got stride {spec.stride[-1]}")
-        dense = _contiguous_stride(spec.shape)[-self.dense_dims :]
+        dense = contiguous_stride(spec.shape)[-self.dense_dims :]
         for got, wanted, extent in zip(spec.stride[-self.dense_dims :], dense, spec.shape[-self.dense_dims :]):
             if extent > 1 and got != wanted:
                 tail = f"the last {self.dense_dims} dims contiguous (strides {format_shape(dense)})"
@@ -223,7 +101,8 @@ class Operand:
         """Refuse the strides that no compiled entry notices and that a contiguous tensor cannot have.
 
         Raises:
-            ContractError: rows further apart than ``max_pitch_bytes``, an output of which two elements share an address.
+            ContractError: rows further apart than ``max_pitch_bytes``, an output of which two elements share an
+            address.
         """
         if self.max_pitch_bytes:
             for step, extent in zip(stride[: -self.dense_dims], shape[: -self.dense_dims]):
@@ -339,56 +218,11 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class _Term:
-    """One dim: a sum of products, each a coefficient and its symbols."""
-
-    text: str
-    products: tuple[tuple[int, tuple[str, ...]], ...]
-
-    @classmethod
-    def parse(cls, owner: str, text: str) -> _Term:
-        products = []
-        for product in text.split("+"):
-            coefficient, symbols = 1, []
-            for factor in product.split("*"):
-                if factor.isdecimal():
-                    coefficient *= int(factor)
-                elif re.fullmatch(r"[A-Za-z_]\w*", factor):
-                    symbols.append(factor)
-                else:
-                    raise ValueError(f"{owner}: cannot read the dim {text!r}")
-            products.append((coefficient, tuple(symbols)))
-        names = [name for _, symbols in products for name in symbols]
-        if len(set(names)) != len(names):
-            raise ValueError(f"{owner}: a symbol repeats in the dim {text!r}")
-        return cls(text, tuple(products))
-
-    def unknowns(self, dims: Mapping[str, int]) -> set[str]:
-        return {name for _, symbols in self.products for name in symbols if name not in dims}
-
-    def reduce(self, dims: Mapping[str, int]) -> list[tuple[int, tuple[str, ...]]]:
-        """The products with every known symbol multiplied into the coefficient."""
-        reduced = []
-        for coefficient, symbols in self.products:
-            for name in symbols:
-                coefficient *= dims.get(name, 1)
-            reduced.append((coefficient, tuple(name for name in symbols if name not in dims)))
-        return reduced
-
-    def render(self, dims: Mapping[str, int]) -> str:
-        """The term with known symbols replaced by their values: ``1024``, ``2*d``, ``B+1``."""
-        reduced = self.reduce(dims)
-        constant = sum(c for c, symbols in reduced if not symbols)
-        parts = ["*".join(([str(c)] if c != 1 else []) + list(symbols)) for c, symbols in reduced if symbols]
-        return "+".join(parts + ([str(constant)] if constant or not parts else []))
-
-
-@dataclass(frozen=True)
 class _Equation:
     """``term == extent``, from one dim of one operand."""
 
     operand: Operand
-    term: _Term
+    term: Term
     extent: int
 
     def settle(self, dims: Dims, spec: TensorSpec, before: Mapping[str, int]) -> bool:
@@ -431,84 +265,12 @@ class _Block:
         """Whether both have a byte in common; slices of one buffer, column ranges or head ranges, do not."""
         if not self.spec.numel or not other.spec.numel:
             return False
-        return not _are_disjoint(self._dims_bytes(), other._dims_bytes(), other.pointer - self.pointer)
+        return not are_disjoint(self._dims_bytes(), other._dims_bytes(), other.pointer - self.pointer)
 
     def _dims_bytes(self) -> list[tuple[int, int]]:
         """``(stride in bytes, extent)``, largest stride first; the element itself is the last."""
         size = self.spec.itemsize
         return [(stride * size, extent) for stride, extent in reversed(self.spec.outer_dims())] + [(1, size)]
-
-
-def _are_disjoint(a: list[tuple[int, int]], b: list[tuple[int, int]], offset: int) -> bool:
-    """Whether two nests of strided dims, `b` starting `offset` bytes after `a`, share no byte. False where that is not easily seen."""
-    span_a, span_b = (1 + sum(stride * (extent - 1) for stride, extent in dims) for dims in (a, b))
-    if offset >= span_a or -offset >= span_b:
-        return True
-    pitch = a[0][0]
-    if len(a) == 1 or len(b) == 1 or b[0][0] != pitch:
-        return False
-    inner_a, inner_b = a[1:], b[1:]
-    if any(sum(stride * (extent - 1) for stride, extent in dims) >= pitch for dims in (inner_a, inner_b)):
-        return False
-    # One pitch: what stands within it decides, seen from the row before and from the row after.
-    return all(_are_disjoint(inner_a, inner_b, start) for start in (offset % pitch, offset % pitch - pitch))
-
-
-def _is_named(value: Any, kind: str) -> bool:
-    """Whether it is a text, the number of a device, or torch's own object of a kind."""
-    return isinstance(value, str) or type(value).__name__ == kind or (kind == "device" and type(value) is int)
-
-
-def _dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if not (_is_named(dtype, "dtype") and name.isidentifier()):
-        raise ContractError(f"dtype: wanted a dtype of torch or its name, got {described(dtype)}")
-    return name
-
-
-def _integers(name: str, values: Any) -> tuple[int, ...]:
-    """Extents or strides as ints."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or hasattr(values, "layout"):
-        raise ContractError(f"{name}: wanted a tuple of ints, got {described(values)}")
-    return tuple(int(integer(name, value)) for value in values)
-
-
-def format_shape(values: Iterable[object]) -> str:
-    """``(512, 1000)``, ``(4)``, ``()``: as errors print shapes and strides."""
-    return f"({', '.join(map(str, values))})"
-
-
-def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two index tuples may name one address: some stride does not step over all that smaller ones reach."""
-    reach = 0
-    # Innermost first is ascending for nearly every tensor; sorting only the others saves 1 us a launch into a slice.
-    for step, extent in zip(reversed(stride), reversed(shape)):
-        if extent > 1:
-            if step <= reach:
-                return _overlaps_sorted(shape, stride)
-            reach += (extent - 1) * step
-    return False
-
-
-def _overlaps_sorted(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    reach = 0
-    for step, extent in _outer_dims(shape, stride):
-        if step <= reach:
-            return 0 not in shape
-        reach += (extent - 1) * step
-    return False
-
-
-def _outer_dims(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
-    return sorted((s, n) for n, s in zip(shape, stride) if n > 1)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for extent in reversed(shape):
-        stride.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(stride))
 
 
 def _shape_error(operand: Operand, spec: TensorSpec, dims: Mapping[str, int]) -> ContractError:

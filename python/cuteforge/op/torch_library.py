@@ -6,22 +6,21 @@ does, 10 us where it records a graph; `torch.library.custom_op` takes 40 us and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active
 from torch._C import _AutoDispatchBelowADInplaceOrView as _BelowVersions
 from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
-from cuteforge.arguments import described, kind_of
+from cuteforge.arguments import kind_of
 from cuteforge.errors import ContractError, UnsupportedError
+from cuteforge.op.checks import check_layout, require_one_device
 from cuteforge.op.launch import count_writes
-from cuteforge.runtime.streams import record_streams, stream_context
+from cuteforge.op.tracing import without_autocast
 
 _NAMESPACE = "cuteforge"
 # A Library takes its ops along when it is collected: kept when this module is reloaded.
@@ -83,7 +82,8 @@ def register_inplace_op(schema: str, *, functional: str, cuda: Callable, cpu: Ca
 def register_updating_op(schema: str, *, cuda: Callable, cpu: Callable, fake: Callable) -> None:
     """Register ``cuteforge::<schema>``, which writes some of its arguments and returns tensors of its own.
 
-    As `register_op`. It has no derivative, and what it writes would leave the graph: in grad mode, tensors that require grad are refused
+    As `register_op`. It has no derivative, and what it writes would leave the graph: in grad mode, tensors that require
+    grad are refused
     by name.
 
     Args:
@@ -96,69 +96,6 @@ def register_updating_op(schema: str, *, cuda: Callable, cpu: Callable, fake: Ca
         op = _op(name)
         _library.impl(name, _updating_autograd_kernel(op), "Autograd")
         _library.impl(name, _version_kernel(op), "ADInplaceOrView")
-
-
-def needs_op(*tensors: Any) -> bool:
-    """Whether a call has to go through the dispatcher: something that a launch would leave out follows it.
-
-    That is a graph of autograd (one of `tensors` requires grad, in grad mode), or what `is_traced` tells.
-
-    Args:
-        tensors: what the op can be differentiated for, the first of them known to be a tensor. Another that is none is left
-            to be refused by name.
-    """
-    if is_traced(tensors[0]):
-        return True
-    if _grad_enabled():
-        try:
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    return True
-        except AttributeError:
-            return False
-    return False
-
-
-def is_traced(tensor: Any) -> bool:
-    """Whether more than autograd follows a call on `tensor`.
-
-    torch.compile and export, dispatch modes (fake tensors, tracers, counters), torch.func transforms, forward-mode
-    differentiation, tensor subclasses with a dispatch of their own.
-    """
-    return (
-        is_dynamo_compiling()
-        or (type(tensor) is not _Tensor and _dispatches_itself(tensor))
-        or _len_torch_dispatch_stack() > 0
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
-
-
-def asked_stream(stream: Any, *given: Any) -> AbstractContextManager:
-    """A context for all the work of a wrapper, on the stream that was asked for; None is torch's current one.
-
-    The stream becomes torch's current one: what is allocated, copied and launched inside belongs to it. The caller's
-    tensors belong to other streams, so they are recorded on it: torch does not reuse their memory while the stream
-    may still read or write it.
-
-    Args:
-        given: the arguments of the call that may be tensors; the first one is a tensor.
-
-    Raises:
-        ContractError: not a stream; a stream of another GPU; or a stream inside a compiled function, where
-            torch.compile orders the launches.
-    """
-    if stream is None:
-        return _NO_CONTEXT
-    if is_dynamo_compiling():
-        raise ContractError(f"stream: wanted None under torch.compile, got {type(stream).__name__}")
-    if not given[0].is_cuda:
-        return _NO_CONTEXT  # the op refuses the tensor by name
-    device = given[0].get_device()
-    record_streams(
-        [x for x in given if isinstance(x, _Tensor) and x.is_cuda and x.get_device() == device], stream, device
-    )
-    return stream_context(stream, device)
 
 
 def call_op(name: str, operands: Mapping[str, Any], arguments: tuple) -> Any:
@@ -175,50 +112,6 @@ def call_op(name: str, operands: Mapping[str, Any], arguments: tuple) -> Any:
     return _op(name)(*arguments)
 
 
-def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> None:
-    """Refuse tensors that autograd would have to follow through an op without a derivative.
-
-    Raises:
-        ContractError: names the tensor.
-    """
-    for name, tensor in zip(names, tensors):
-        if _grad_enabled() and getattr(tensor, "requires_grad", False):
-            raise ContractError(
-                f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {op_name} records no graph: "
-                "call it under torch.no_grad()"
-            )
-
-
-def usable_device(device: Any) -> torch.device:
-    """`device` as a torch.device on which torch can make tensors here.
-
-    Raises:
-        ContractError: no device of torch.
-        UnsupportedError: one that torch cannot use on this machine.
-    """
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ContractError(f"device: wanted a torch.device or its name, got {described(device)}") from error
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedError(f"device: torch cannot use {found} here: {reason:.200}") from error
-    return found
-
-
-def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is sparse, nested or quantized.
-
-    Raises:
-        ContractError: names the tensor.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
-        raise ContractError(f"{name}: wanted a dense tensor, got a {kind} one")
-
-
 def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     """What the dispatcher would refuse without naming it, or would run on the CPU."""
     for name, tensor in operands.items():
@@ -228,11 +121,6 @@ def _check_gpu_tensors(operands: Mapping[str, Any]) -> None:
     for name, tensor in operands.items():
         if tensor.device.type != "cuda":
             raise ContractError(f"{name}: wanted a CUDA device, got {tensor.device}")
-
-
-def _dispatches_itself(tensor: Any) -> bool:
-    dispatch = getattr(type(tensor), "__torch_dispatch__", _Tensor.__torch_dispatch__)
-    return dispatch is not _Tensor.__torch_dispatch__
 
 
 def _op(name: str) -> Any:
@@ -259,39 +147,6 @@ def _on_one_device(names: Iterable[str], fake: Callable) -> Callable:
         return fake(*inputs)
 
     return checked
-
-
-def require_one_device(operands: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors on more than one device.
-
-    Raises:
-        ContractError: names the first that is not where the first of all is.
-    """
-    (first_name, first), *others = operands.items()
-    for name, tensor in others:
-        if tensor.device != first.device:
-            raise ContractError(
-                f"{name}: wanted a tensor on {first.device}, as {first_name}, got one on {tensor.device}"
-            )
-
-
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device. The meta device has none, and torch refuses the question."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def without_autocast(function: Callable) -> Callable:
-    """`function`, which takes a tensor first, under no autocast: eager code keeps the dtypes that it asks for."""
-
-    @functools.wraps(function)
-    def run(*inputs: Any) -> Any:
-        device_type = inputs[0].device.type
-        if not autocasts(device_type):
-            return function(*inputs)
-        with torch.autocast(device_type, enabled=False):
-            return function(*inputs)
-
-    return run
 
 
 def _autograd_kernel(op: Any, save: Callable | None, backward: Callable | None, constants: frozenset[str]) -> Callable:

@@ -37,8 +37,11 @@ class Arch:
         return self.major, self.minor
 
     def why_not_resident(self, what: object, smem_bytes: int, ctas_per_sm: int) -> str | None:
-        """Why an SM does not hold `ctas_per_sm` CTAs of so much shared memory each, None if it does; `what` begins the
-        sentence."""
+        """Why an SM does not hold `ctas_per_sm` CTAs of so much shared memory each, None if it does.
+
+        Args:
+            what: begins the sentence.
+        """
         if smem_bytes > self.smem_bytes_per_cta:
             return f"{what} takes {smem_bytes} bytes of shared memory a CTA, there are {self.smem_bytes_per_cta}"
         resident = ctas_per_sm * (smem_bytes + CTA_RESERVE_BYTES)

@@ -15,181 +15,23 @@ import gc
 import importlib
 import logging
 import os
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cuteforge.errors import ContractError
-from cuteforge.runtime import cutlass_compat, env, scratch, streams
-from cuteforge.runtime.disk_cache import LayeredCache, open_disk_cache, read_source_digest, sha256, source_digest
+from cuteforge.runtime import cutlass_compat, scratch, streams
+from cuteforge.runtime.build import Build
+from cuteforge.runtime.disk_cache import LayeredCache, open_disk_cache, sha256
 from cuteforge.runtime.garbage import only_new_garbage
+from cuteforge.runtime.kernel import Identity, Kernel, KernelKey
+from cuteforge.runtime.memory_cache import CacheStats, MemoryCache
+from cuteforge.runtime.sources import PACKAGE, kernel_sources, read_kernel_sources
 
 logger = logging.getLogger("cuteforge.runtime")
 
-Identity = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class KernelKey:
-    """What was compiled in, and nothing else.
-
-    Attributes:
-        builder: "module:function"; the function takes the traits and returns a `Build`. Imported only to compile; it
-            must not load kernels itself.
-        traits: frozen dataclass of plain values. Its `repr` names the binary, so it must hold all of it.
-        arch: compile target, e.g. "sm_90a".
-    """
-
-    builder: str
-    traits: Hashable
-    arch: str
-
-    @property
-    def identity(self) -> Identity:
-        """The key as texts, the same in every process.
-
-        Raises:
-            ContractError: `builder` is not "module:function", or the repr of the traits contains an address.
-        """
-        module, colon, function = self.builder.partition(":")
-        if not (module and colon and function.isidentifier()):
-            raise ContractError(f'builder: wanted "module:function", got {self.builder!r}')
-        traits = repr(self.traits)
-        if " at 0x" in traits:
-            raise ContractError(f"traits: wanted a repr made of values only, got one with an address: {traits}")
-        return self.builder, traits, self.arch
-
-
-@dataclass(frozen=True)
-class Build:
-    """What a builder returns.
-
-    Attributes:
-        host: the `@cute.jit` host function.
-        args: example arguments: fake tensors, scalars, the stream.
-        name: a C identifier, the entry's symbol.
-        options: extra compiler options.
-    """
-
-    host: Callable
-    args: Sequence[Any]
-    name: str
-    options: str = ""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A loaded kernel.
-
-    Attributes:
-        key: what it was compiled for.
-        entry: positional function `entry(*tensors, *scalars, raw_stream)`, a `tvm_ffi.Function`; thread-safe. Its
-            device code is loaded at the first call and never unloaded. Calling one whose `key.arch` does not run on
-            the GPU is an error of the caller.
-        origin: where this `load_kernel` found it.
-    """
-
-    key: KernelKey
-    entry: Callable[..., None]
-    origin: Literal["memory", "disk", "compiled"]
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counters since the start of the process or the last `clear`, and the number of kernels in memory.
-
-    `not_stored` says, for each kernel compiled that the disk cache in use does not hold, why not.
-    """
-
-    hits: int
-    disk_hits: int
-    compiles: int
-    size: int
-    not_stored: tuple[str, ...] = ()
-
-
-class _Abandoned(Exception):
-    """The thread that was building was interrupted; another one has to build."""
-
-
-class _MemoryCache:
-    """Bounded LRU of kernels; one build for each key however many threads ask."""
-
-    def __init__(self) -> None:
-        self._kernels: OrderedDict[Identity, Kernel] = OrderedDict()
-        self.reset_locks()
-        self.reset_counts()
-
-    def reset_locks(self) -> None:
-        """New locks and no builds in flight: what a forked child needs, whose other threads are gone."""
-        self._lock = threading.Lock()
-        self._in_flight: dict[Identity, Future[Kernel]] = {}
-        # cute.compile keeps its state in process-wide singletons: two at once raise or return the other's code.
-        self.compile_lock = threading.Lock()
-
-    def reset_counts(self) -> None:
-        self._counts = {"memory": 0, "disk": 0, "compiled": 0}
-        self._not_stored: list[str] = []
-
-    def get(self, key: KernelKey, build: Callable[[KernelKey, Identity], Kernel]) -> Kernel:
-        """The kernel of `key`; `build` makes it if it is not in memory, in one of the threads that ask for it."""
-        identity, bound = key.identity, env.cache_size()
-        while True:
-            with self._lock:
-                kernel = self._kernels.get(identity)
-                if kernel is not None:
-                    self._kernels.move_to_end(identity)
-                    self._counts["memory"] += 1
-                    return replace(kernel, origin="memory")
-                future = self._in_flight.get(identity)
-                if future is None:
-                    mine = self._in_flight[identity] = Future()
-                    break
-            with contextlib.suppress(_Abandoned):
-                return replace(future.result(), origin="memory")
-        return self._build(key, build, bound, mine)
-
-    def _build(self, key: KernelKey, build: Callable, bound: int, future: Future[Kernel]) -> Kernel:
-        identity = key.identity
-        try:
-            kernel = build(key, identity)
-        except BaseException as error:
-            with self._lock:
-                self._in_flight.pop(identity, None)
-            # An interrupt, or an exit, is for this thread alone.
-            future.set_exception(error if isinstance(error, Exception) else _Abandoned())
-            raise
-        with self._lock:
-            self._in_flight.pop(identity, None)
-            self._kernels[identity] = kernel
-            while len(self._kernels) > bound:
-                self._kernels.popitem(last=False)
-            self._counts[kernel.origin] += 1
-        future.set_result(kernel)
-        return kernel
-
-    def note_not_stored(self, reason: str) -> None:
-        with self._lock:
-            self._not_stored.append(reason)
-
-    def stats(self) -> CacheStats:
-        with self._lock:
-            counts = self._counts
-            size, not_stored = len(self._kernels), tuple(self._not_stored)
-            return CacheStats(counts["memory"], counts["disk"], counts["compiled"], size, not_stored)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kernels.clear()
-            self.reset_counts()
-
-
-_cache = _MemoryCache()
+_cache = MemoryCache()
 # Loaded entries, by the sha256 of their file and their symbol. They stay loaded as long as the process lives.
 _loaded: dict[tuple[str, str], Callable[..., None]] = {}
 if hasattr(os, "register_at_fork"):
@@ -246,19 +88,11 @@ def _load_or_compile(key: KernelKey, identity: Identity) -> Kernel:
 
 def _facts(identity: Identity) -> dict[str, Any]:
     """Everything that decides the machine code: the name of the binary on disk."""
-    builder, traits, arch = identity
     return {
-        "builder": builder,
-        "traits": traits,
-        "arch": arch,
-        "sources": {package: source_digest(package) for package in _packages(builder)},
+        **identity._asdict(),
+        "sources": dict(kernel_sources(identity.builder)),
         "toolchain": cutlass_compat.toolchain_fingerprint(),
     }
-
-
-def _packages(builder: str) -> set[str]:
-    """Top-level packages whose sources a build reads."""
-    return {"cuteforge", builder.partition(":")[0].partition(".")[0]}
 
 
 def is_stale(key: Mapping[str, Any]) -> bool:
@@ -269,15 +103,16 @@ def is_stale(key: Mapping[str, Any]) -> bool:
     Raises:
         UnsupportedError: there is no toolchain here.
     """
+    builder, sources = key.get("builder"), key.get("sources")
     if key.get("toolchain") != cutlass_compat.toolchain_fingerprint():
         return True
-    sources = key.get("sources")
-    return not isinstance(sources, dict) or any(_differs(package, digest) for package, digest in sources.items())
-
-
-def _differs(package: str, digest: str) -> bool:
+    if not isinstance(builder, str) or not isinstance(sources, dict):
+        return True
     try:
-        return source_digest(package) != digest
+        return any(sources.get(package) != digest for package, digest in kernel_sources(builder).items())
+    except ModuleNotFoundError:
+        # A kernel of this package that is gone was renamed or removed. Another package may be installed elsewhere.
+        return builder.startswith(f"{PACKAGE}.")
     except (ImportError, ValueError):
         return False
 
@@ -331,8 +166,8 @@ def _compile(key: KernelKey, disk: LayeredCache | None) -> tuple[str, dict[str, 
 def _link(obj: bytes, disk: LayeredCache | None) -> bytes | None:
     """The object as a shared library; None where no linker can. It works beside the cache, else where TMPDIR says."""
     scratch.remove_leftovers()
-    for place in ([disk.own.root] if disk and disk.own.is_writable else []) + [None]:
-        with contextlib.suppress(OSError), scratch.work_directory(place) as directory:
+    for parent in ([disk.own.root] if disk and disk.own.is_writable else []) + [None]:
+        with contextlib.suppress(OSError), scratch.work_directory(parent) as directory:
             path = directory / "kernel.o"
             path.write_bytes(obj)
             shared = cutlass_compat.link_shared(path, path.with_suffix(".so"))
@@ -358,7 +193,7 @@ def _compile_object(key: KernelKey) -> tuple[str, bytes]:
     module, _, function = key.builder.partition(":")
     with _cache.compile_lock, only_new_garbage():
         cutlass_compat.require_compiler()
-        build = getattr(importlib.import_module(module), function)(key.traits)
+        build: Build = getattr(importlib.import_module(module), function)(key.traits)
         symbol = build.name
         if not (isinstance(symbol, str) and symbol.isidentifier()):
             raise ContractError(f"name: wanted a C identifier, got {symbol!r} from {key.builder}")
@@ -373,7 +208,7 @@ def _compile_object(key: KernelKey) -> tuple[str, bytes]:
 def _sources_unchanged(facts: dict[str, Any]) -> bool:
     """Whether the files compiled are still those of the key: code edited meanwhile must not be stored under it."""
     try:
-        unchanged = all(read_source_digest(package) == digest for package, digest in facts["sources"].items())
+        unchanged = read_kernel_sources(facts["builder"]) == facts["sources"]
     except (OSError, ImportError):  # uninstalled meanwhile
         unchanged = False
     if not unchanged:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
-import importlib.util
 import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cuteforge.runtime import env, ownership, scratch
+from cuteforge.runtime.disk_entry import MANIFEST, Entry, is_sound, modified_at, name_of, read_entry, sha256, size_bytes
 
 try:
     import fcntl
@@ -33,7 +31,6 @@ except ImportError:  # Not on Windows; every step is correct without the lock, w
 
 logger = logging.getLogger("cuteforge.runtime")
 
-_MANIFEST = "entry.json"
 _LOCK_TIMEOUT_S = 120
 _LOCK_POLL_S = 0.02
 
@@ -47,78 +44,6 @@ def personal_root() -> Path:
     """This user's own: `cuteforge` in $XDG_CACHE_HOME, else ~/.cache/cuteforge."""
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "cuteforge"
-
-
-def source_digest(package: str = "cuteforge") -> str:
-    """sha256 of all .py files of a top-level package or module (relative path and bytes), computed once a process."""
-    return _cached_source_digest(package)
-
-
-def read_source_digest(package: str) -> str:
-    """`source_digest` of the files as they are now."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    roots = [Path(path) for path in spec.submodule_search_locations or ()]
-    named = [(path.relative_to(root).as_posix(), path) for root in roots for path in root.rglob("*.py")]
-    if not roots and spec.origin:
-        named = [(Path(spec.origin).name, Path(spec.origin))]
-    digest = hashlib.sha256()
-    for name, path in sorted(named):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-_cached_source_digest = functools.cache(read_source_digest)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One compiled kernel on disk.
-
-    Attributes:
-        path: its directory.
-        key: the facts it was compiled for, as given to `store`.
-        symbol: name of the entry function.
-        files: file name -> sha256, in the order they were given.
-        size_bytes: of its files.
-        used_at: time of the last load, seconds since the epoch.
-        contents: file name -> its bytes, of which `files` has the digests; empty in a listing, which reads no file.
-    """
-
-    path: Path
-    key: Mapping[str, Any]
-    symbol: str
-    files: Mapping[str, str]
-    size_bytes: int
-    used_at: float
-    contents: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-
-    @property
-    def builder(self) -> str:
-        """Name of the function that built it, "module:function"."""
-        return str(self.key.get("builder", "unknown"))
-
-    @property
-    def arch(self) -> str:
-        """The architecture that it was compiled for."""
-        return str(self.key.get("arch", "unknown"))
-
-
-def sha256(content: bytes) -> str:
-    """Its digest, as entries record it."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def _canonical(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True, separators=(",", ":"))
-
-
-def _name_of(key: Mapping[str, Any]) -> str:
-    """Name of the directory of its entry."""
-    return sha256(_canonical(key).encode())
 
 
 _warned: set[str] = set()
@@ -182,7 +107,7 @@ class DiskCache:
         """The entry of `key`, with its contents, if it is there, trusted and intact."""
         if self.root is None:
             return None
-        entry = _read_entry(self._path(key), with_contents=True)
+        entry = read_entry(self._path(key), with_contents=True)
         if entry is not None:
             with contextlib.suppress(OSError):
                 os.utime(entry.path)
@@ -201,7 +126,7 @@ class DiskCache:
             with scratch.work_directory(self.root) as aside:
                 self._write_entry(aside, key, symbol, contents)
                 self._commit(aside, self._path(key), replace)
-            self._prune(keep=self._path(key))
+            self._prune(spared=self._path(key))
         except OSError as error:
             self.problem = str(error)
             _warn_once(f"compiled kernels are not stored in {self.root}", self.problem)
@@ -222,16 +147,16 @@ class DiskCache:
 
     def ls(self) -> list[Entry]:
         """All readable entries, the one used last first."""
-        entries = map(_read_entry, self.paths())
+        entries = map(read_entry, self.paths())
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used_at)
 
     def size_bytes(self) -> int:
         """Size of all entries, damaged ones too."""
-        return sum(_size_bytes(path) for path in self.paths())
+        return sum(size_bytes(path) for path in self.paths())
 
     def verify(self) -> list[Path]:
         """Directories of the entries that are damaged or not private; they would be rebuilt when asked for."""
-        return [path for path in self.paths() if not _is_sound(path)]
+        return [path for path in self.paths() if not is_sound(path)]
 
     def clear(self) -> int:
         """Remove every entry; returns how many. Kernels already loaded go on working."""
@@ -250,7 +175,7 @@ class DiskCache:
             return [Path(item.path) for item in found if len(item.name) == 64 and item.is_dir(follow_symlinks=False)]
 
     def _path(self, key: Mapping[str, Any]) -> Path:
-        return self.root / _name_of(key)
+        return self.root / name_of(key)
 
     def _write_entry(self, directory: Path, key: Mapping[str, Any], symbol: str, contents: Mapping[str, bytes]) -> None:
         """Files first and the manifest last, so a copy of a half-written entry is never taken for a whole one.
@@ -259,7 +184,7 @@ class DiskCache:
         """
         readers = self.root.stat().st_mode & 0o055
         manifest = {"key": key, "symbol": symbol, "files": {name: sha256(data) for name, data in contents.items()}}
-        files = {**contents, _MANIFEST: json.dumps(manifest, indent=1).encode()}
+        files = {**contents, MANIFEST: json.dumps(manifest, indent=1).encode()}
         for name, data in files.items():
             path = directory / name
             path.write_bytes(data)
@@ -276,7 +201,7 @@ class DiskCache:
                 # A file or a full directory is in the way, or was until a moment ago.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-            if not replace and _is_sound(target):
+            if not replace and is_sound(target):
                 return
             self._discard(target)
         raise FileExistsError(f"{target} is being replaced by others all the time")
@@ -299,7 +224,7 @@ class DiskCache:
         if self.root is None or fcntl is None:
             return None
         # 256 lock files shared by all keys: they are never removed, which could not be done without a race.
-        path = self.root / f".lock-{_name_of(key)[:2]}"
+        path = self.root / f".lock-{name_of(key)[:2]}"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError:
@@ -318,21 +243,21 @@ class DiskCache:
             os.close(handle)
             return None
 
-    def _prune(self, keep: Path) -> None:
+    def _prune(self, spared: Path) -> None:
         """Shrink the cache to CUTEFORGE_DISK_CACHE_SIZE, and remove what killed processes left.
 
-        The least recently used entries go first; `keep` stays in any case. A full cache has some 20 000 entries, so
+        The least recently used entries go first; `spared` stays in any case. A full cache has some 20 000 entries, so
         this looks at file sizes and times only.
         """
-        sizes = {path: _size_bytes(path) for path in self.paths()}
+        sizes = {path: size_bytes(path) for path in self.paths()}
         excess = sum(sizes.values()) - self.max_bytes
-        for path in sorted(sizes.keys() - {keep}, key=_modified_at):
+        for path in sorted(sizes.keys() - {spared}, key=modified_at):
             if excess <= 0:
                 break
             self._discard(path)
             excess -= sizes[path]
         for path in self.root.glob(scratch.PREFIX + "*"):
-            if time.time() - _modified_at(path) > scratch.LEFTOVER_AGE_S:
+            if time.time() - modified_at(path) > scratch.LEFTOVER_AGE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -387,47 +312,3 @@ class LayeredCache:
 def open_disk_cache() -> LayeredCache | None:
     """The cache that the environment names now; None with CUTEFORGE_DISK_CACHE=0."""
     return LayeredCache(DiskCache()) if env.disk_cache() else None
-
-
-def _modified_at(path: Path) -> float:
-    """Time of last change; now, for what another process has just removed."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return time.time()
-
-
-def _size_bytes(directory: Path) -> int:
-    try:
-        with os.scandir(directory) as files:
-            return sum(file.stat(follow_symlinks=False).st_size for file in files)
-    except OSError:
-        return 0
-
-
-def _read_entry(directory: Path, *, with_contents: bool = False) -> Entry | None:
-    """What `directory` holds; None unless it is a trusted, readable entry of the right form and name.
-
-    With its contents, every file is one that nobody else can write and has the recorded digest.
-    """
-    try:
-        with ownership.open_directory(directory) as handle:
-            manifest = json.loads(ownership.read_file(_MANIFEST, handle))
-            key, symbol, files = manifest["key"], manifest["symbol"], manifest["files"]
-            if not (isinstance(key, dict) and _name_of(key) == directory.name and symbol.isidentifier() and files):
-                return None
-            if any(os.path.basename(name) != name for name in files):
-                return None
-            contents = {name: ownership.read_file(name, handle) for name in files} if with_contents else {}
-            if any(sha256(content) != files[name] for name, content in contents.items()):
-                return None
-            used_at = os.fstat(handle).st_mtime
-    # Whatever is wrong with it makes it a damaged entry, which is built again. Not only what open and json promise:
-    # deep nesting is a RecursionError, a NUL in a name a ValueError.
-    except Exception:
-        return None
-    return Entry(directory, key, symbol, files, _size_bytes(directory), used_at, contents)
-
-
-def _is_sound(directory: Path) -> bool:
-    return _read_entry(directory, with_contents=True) is not None

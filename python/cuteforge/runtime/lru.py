@@ -20,8 +20,7 @@ class _Entry(Generic[V]):
 
 
 class LRU(Generic[V]):
-    """Holds at most ``bound()`` values; the bound is read at each insertion. Made once a module, for the process's
-    life.
+    """Holds at most ``bound()`` values; the bound is read at each insertion. Made once a module, and never freed.
 
     A look-up takes no lock, 0.1 us instead of 0.2: it stamps what it finds with a number that only grows, and an
     insertion that finds the mapping full drops the lowest stamp.

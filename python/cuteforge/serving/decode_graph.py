@@ -9,7 +9,7 @@ import torch
 
 from cuteforge.arguments import integers
 from cuteforge.errors import ContractError
-from cuteforge.op.torch_library import check_layout
+from cuteforge.op.checks import check_layout
 from cuteforge.serving.kv_cache import KVCache
 
 # The first call compiles kernels and lets libraries set themselves up, which a capture must not see.
@@ -30,21 +30,25 @@ class _Graph(NamedTuple):
 class DecodeGraph:
     """Decode steps over a `KVCache`, replayed: a call costs one launch, whatever the model launches.
 
-    A call binds the cache to one new token of each request, copies the inputs into buffers of its own, adds padding rows up to the next size of
-    `batch_sizes`, and replays the graph of that size. On a CPU it calls `step` instead, on the same buffers.
+    A call binds the cache to one new token of each request, copies the inputs into buffers of its own, adds padding
+    rows up to the next size of `batch_sizes`, and replays the graph of that size. On a CPU it calls `step` instead, on
+    the same buffers.
 
     Args:
-        step: the model's decode step, ``step(*inputs) -> results``. Each input is a tensor with one row for each request, and so is each tensor of
-            the results: a tensor, or tuples, lists and dicts of them. It reads ``cache.batch`` (tables, lengths, ``positions``) and stores each
-            layer's keys and values once, as `attention` does. It must launch the same at each call: nothing on the host may depend on data.
+        step: the model's decode step, ``step(*inputs) -> results``. Each input is a tensor with one row for each
+            request, and so is each tensor of the results: a tensor, or tuples, lists and dicts of them. It reads
+            ``cache.batch`` (tables, lengths, ``positions``) and stores each layer's keys and values once, as
+            `attention` does. It must launch the same at each call: nothing on the host may depend on data.
         cache: is bound by this object; prefills and other steps may come between calls.
         batch_sizes: rows to capture; None: 1, 2, 4, … and the cache's max_requests.
-        use_graphs: None: on a GPU. False: call `step` there too, with the same padding; results are the same bit for bit.
+        use_graphs: None: on a GPU. False: call `step` there too, with the same padding; results are the same bit for
+            bit.
 
-    A graph is captured when its size is first needed, or ahead by `capture`. That calls `step` three times on padding rows only: lengths of 0,
-    inputs of 0, stores to the scratch page; no request is touched. Padding rows of a call have the same, and a model whose rows mix sees them. As
-    libraries may choose another algorithm for another batch size, a padded call may differ from one without padding by rounding.
-    `step` runs without gradients. If it raises, the bind is undone (`KVCache.rollback`) and the object stays usable.
+    A graph is captured when its size is first needed, or ahead by `capture`. That calls `step` three times on padding
+    rows only: lengths of 0, inputs of 0, stores to the scratch page; no request is touched. Padding rows of a call have
+    the same, and a model whose rows mix sees them. As libraries may choose another algorithm for another batch size, a
+    padded call may differ from one without padding by rounding. `step` runs without gradients. If it raises, the bind
+    is undone (`KVCache.rollback`) and the object stays usable.
 
     Results are views of memory that the next call of the same size overwrites.
 
@@ -68,7 +72,8 @@ class DecodeGraph:
     """
 
     def __init__(
-        self, step: Callable[..., Any], cache: KVCache, batch_sizes: Sequence[int] | None = None, *, use_graphs: bool | None = None
+        self, step: Callable[..., Any], cache: KVCache, batch_sizes: Sequence[int] | None = None, *, use_graphs: bool |
+        None = None
     ) -> None:  # fmt: skip
         if not callable(step):
             raise ContractError(f"step: wanted a callable, got {step!r:.80}")

@@ -1,7 +1,7 @@
 """Keys and values of many requests in the pages of one pool, and what attention over them needs to know of a step.
 
-Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims of keys and values, ``R`` rows and ``C`` columns of the
-page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
+Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims of keys and values, ``R`` rows and
+``C`` columns of the page table, ``B`` requests of a batch, ``T`` new tokens of all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from cuteforge.arguments import integer, integers
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.op.torch_library import check_layout, refuse_grad, usable_device
+from cuteforge.op.checks import check_layout, usable_device
+from cuteforge.op.tracing import refuse_grad
 from cuteforge.runtime.streams import is_capturing
 from cuteforge.serving.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 
@@ -30,14 +31,16 @@ _SCRATCH_SLOT = 0  # the first one of the scratch page
 
 @dataclass(frozen=True)
 class Batch:
-    """The step that a cache is bound to, as attention takes it. All tensors are views of the cache's own, which later steps change in place.
+    """The step that a cache is bound to, as attention takes it. All tensors are views of the cache's own, which later
+    steps change in place.
 
     Attributes:
         page_table: ``(R, C)`` int32.
         page_table_rows: ``(B,)`` int32, the row of each request.
         seqlens_k: ``(B,)`` int32, tokens of each request, the new ones included; 0 for a padding row.
         cu_seqlens_q: ``(B+1,)`` int32, where the new tokens of each request start among all; 0, 1, … in decode.
-        slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page, for a padding row.
+        slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page,
+            for a padding row.
         positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
         is_decode: one new token for each request.
         max_new: the most new tokens of a request.
@@ -71,7 +74,8 @@ class KVCache:
 
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
-        num_pages: that requests can hold. The pool has one more: page 0 is scratch, where padding rows of a batch store.
+        num_pages: that requests can hold. The pool has one more: page 0 is scratch, where padding rows of a batch
+            store.
         page_size: tokens of a page.
         max_requests: requests at a time, R.
         max_seqlen: tokens that a request may have; the table has ``C = ceil(max_seqlen / page_size)`` columns.
@@ -79,9 +83,10 @@ class KVCache:
         dtype: of the pool, a floating one, or its name.
         device: of the pool, as torch takes it.
 
-    The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)`` elements, all keys before all
-    values, not initialised: what no token was stored to holds anything, NaN too. Pool and metadata are allocated here and nowhere else, and
-    changed in place, on torch's current stream and without waiting for it: captured graphs stay right. Not thread-safe.
+    The pool is one allocation of ``num_layers * (num_pages + 1) * page_size * num_kv_heads * (head_dim + v_head_dim)``
+    elements, all keys before all values, not initialised: what no token was stored to holds anything, NaN too. Pool and
+    metadata are allocated here and nowhere else, and changed in place, on torch's current stream and without waiting
+    for it: captured graphs stay right. Not thread-safe.
 
     Raises:
         ContractError: an argument of another type, or out of range.
@@ -507,10 +512,12 @@ class KVCache:
             raise RuntimeError(f"{name}: no batch is bound; call bind_prefill or bind_decode first")
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the new tokens' keys and values in a layer, on torch's current stream, without waiting for it. Can be captured.
+        """Store the new tokens' keys and values in a layer, on torch's current stream, without waiting for it. Can be
+        captured.
 
         Args:
-            k, v: ``(T, Hkv, D)`` and ``(T, Hkv, Dv)`` in the cache's dtype and on its device, any strides, one token for each of ``batch.slots``.
+            k, v: ``(T, Hkv, D)`` and ``(T, Hkv, Dv)`` in the cache's dtype and on its device, any strides, one token
+                for each of ``batch.slots``.
 
         Raises:
             ContractError: names what differs, or requires grad in grad mode: a cache keeps no graph.
@@ -567,7 +574,8 @@ class KVCache:
         self._missing = (1 << self.num_layers) - 1
 
     def _bind(self, bound: list[Request], counts: list[int], *, num_padding: int = 0, is_decode: bool = False) -> None:
-        """Reserve ``counts[i]`` new tokens of each request, then write all metadata of the batch, padding rows after the requests."""
+        """Reserve ``counts[i]`` new tokens of each request, then write all metadata of the batch, padding rows after
+        the requests."""
         self._begin(bound, counts, lambda _: self._write(bound, counts, num_padding, is_decode))
 
     def _write(self, bound: list[Request], counts: list[int], num_padding: int, is_decode: bool) -> None:
@@ -586,7 +594,8 @@ class KVCache:
         self._bound = bound
 
     def _locate(self, rows: _Tensor, seqlens: _Tensor, cu_seqlens: _Tensor, positions: _Tensor, slots: _Tensor) -> None:
-        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100 000 of a prefill."""
+        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100
+        000 of a prefill."""
         token = torch.arange(len(slots), dtype=torch.int32, device=self.device)
         # The number of tokens is given: finding it would wait for the device.
         request = torch.arange(len(rows), device=self.device).repeat_interleave(

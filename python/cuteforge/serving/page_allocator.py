@@ -91,7 +91,8 @@ class PageAllocator:
         num_pages, page_size: the pool, without the scratch page.
         max_requests: rows of the page table.
         max_seqlen: positions that a request may have.
-        owns_runs: row r owns the r-th run of ``ceil(max_seqlen / page_size)`` pages, from `add` on, and nothing is shared.
+        owns_runs: row r owns the r-th run of ``ceil(max_seqlen / page_size)`` pages, from `add` on, and nothing is
+            shared.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""torch.compile of the policy functions: one graph, the results of the eager call, on the CPU by torch and by the ops."""
+"""torch.compile of the policy functions: one graph, the results of the eager call, on the CPU by torch and by the
+ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared memory as reckoned.
+"""What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared
+memory as reckoned.
 
-By default only the tiles at the ends of what registers have to hold are compiled, and each kind of code once (`selected`). `--full` compiles every
-tile that is selected for the heads below, with each option. Needs no GPU.
+By default only the tiles at the ends of what registers have to hold are compiled, and each kind of code once
+(`selected`). `--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools
@@ -55,7 +56,8 @@ def served(select, *facts):
 
 
 def decode_cases(arch, is_full):
-    """Each tile once with the features that take most registers, on one architecture also the other features and fp16."""
+    """Each tile once with the features that take most registers, on one architecture also the other features and
+    fp16."""
     for heads, rows in itertools.product(HEADS, ROWS):
         queries, facts = FEATURES[0]
         yield from served(select_decode, problem_of("bfloat16", *heads, queries, **facts), rows, arch, True)
@@ -74,7 +76,8 @@ def prefill_cases(arch, is_full):
 
 
 def cases_of(arch_name):
-    """One for each tile and width; on the reduced architectures only what differs from the full one, and the model's head."""
+    """One for each tile and width; on the reduced architectures only what differs from the full one, and the model's
+    head."""
     arch, is_full = resolve_arch(arch_name, None), arch_name == FULL
     full = resolve_arch(FULL, None)
     cases = dict.fromkeys((*decode_cases(arch, is_full), *prefill_cases(arch, is_full)))
@@ -100,7 +103,8 @@ def label(arch_name, traits):
 
 
 def option_cases(arch_name):
-    """Prefill with each option, decode with each on one architecture and else with all of them; their registers come on top of those of a head."""
+    """Prefill with each option, decode with each on one architecture and else with all of them; their registers come on
+    top of those of a head."""
     arch = resolve_arch(arch_name, None)
     for option, d in itertools.product(OPTIONS, OPTION_HEADS):
         facts = {"has_lse": True, **OPTIONS[option]}
@@ -124,10 +128,10 @@ def every_case(arch_name):
 def selected(arch_name):
     """Of what every case holds, the ends of what registers have to hold, and each kind of code.
 
-    On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too; prefill at each head;
-    each kind of keys, of masks and of queries once; each option by itself in prefill, all options at once in both, with the splits of
-    decode, whose second kernel is the same for all, at the widest head only. On the others what asks most of the
-    registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
+    On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too;
+    prefill at each head; each kind of keys, of masks and of queries once; each option by itself in prefill, all options
+    at once in both, with the splits of decode, whose second kernel is the same for all, at the widest head only. On the others what asks most
+    of the registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
     """
     every, tiles = every_case(arch_name), {}
     for option, traits in every:
@@ -216,7 +220,8 @@ def check_it_fits(traits, code, arch, smem_bytes):
 
 
 def check_instructions(traits, code):
-    """All products on the tensor cores, of 16-bit operands summed in fp32; keys and values copied past registers and L1, 16 bytes a lane."""
+    """All products on the tensor cores, of 16-bit operands summed in fp32; keys and values copied past registers and
+    L1, 16 bytes a lane."""
     dtype = ".BF16" if traits.problem.dtype == "bfloat16" else ""
     assert code.matching("HMMA").keys() == {f"HMMA.16816.F32{dtype}"}
     assert code.count("HMMA") % products(traits) == 0, code.matching("HMMA")

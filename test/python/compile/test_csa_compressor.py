@@ -1,7 +1,9 @@
-"""What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that decide the speed.
+"""What the compiler makes of the compressor's kernels, for five GPUs: registers, spills, and the instructions that
+decide the speed.
 
-By default only the kernels with the fewest registers to spare are compiled (`selected`). `--full` compiles every tile that is ever selected, with the
-longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is an error.
+By default only the kernels with the fewest registers to spare are compiled (`selected`). `--full` compiles every tile
+that is ever selected, with the longest part of a window that a warp gets in it. Needs no GPU; a missing disassembler is
+an error.
 """
 
 import functools
@@ -13,7 +15,7 @@ import pytest
 
 from cuteforge.families.csa.compressor import backward, forward
 from cuteforge.families.csa.compressor.config import SMEM_ALIGNMENT, WARP, Problem, select_traits
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
 from helpers import sass
 
@@ -24,7 +26,8 @@ REGISTER_GRANULE = 8  # registers a thread are handed out in eights
 ATOMICS = r"REDG?\b|ATOM"
 MODEL = [Problem("bfloat16", 512, 4, 2), Problem("float16", 512, 128, 1)]  # CSA and HCA
 
-# 512, 576 and 544 columns make a lane take at most 4, 2 and 1; 0, 4, 2 or 1 fewer make the widest access 16, 8, 4 or 2 bytes.
+# 512, 576 and 544 columns make a lane take at most 4, 2 and 1; 0, 4, 2 or 1 fewer make the widest access 16, 8, 4 or 2
+# bytes.
 HEAD_DIMS = tuple(most - fewer for most in (512, 576, 544) for fewer in (0, 4, 2, 1))
 WIDE_DIMS, NARROW_DIMS, DIMS_BETWEEN = (512, 576, 544), (511,), (508, 510)
 # All ratios of unsplit windows. Of the others those that fill the slots of every warp, and those that leave one spare.
@@ -42,7 +45,8 @@ def candidates(arch, head_dims=HEAD_DIMS):
 
 
 def most_demanding(every, kind):
-    """Of each kind the one with the most window entries a warp; among those, with the most conditions on them. A kind of None is left out."""
+    """Of each kind the one with the most window entries a warp; among those, with the most conditions on them. A kind
+    of None is left out."""
     return [max(alike, key=_demand) for alike in _by_kind(every, kind)]
 
 
@@ -71,7 +75,8 @@ def atomic_kind(traits):
 
 
 def shortest_of_registers(every, kind):
-    """Of each kind the tile that asks most of the registers of an SM: entries that a lane holds, times the warps that share the registers."""
+    """Of each kind the tile that asks most of the registers of an SM: entries that a lane holds, times the warps that
+    share the registers."""
     return [max(alike, key=lambda t: (_registers_wanted(t), _demand(t))) for alike in _by_kind(every, kind)]
 
 
@@ -90,11 +95,13 @@ def models(arch):
 
 
 def selected(arch):
-    """For each way to share out a window the kernel with the fewest registers to spare; on one architecture for elements of 2 and of 4 bytes.
+    """For each way to share out a window the kernel with the fewest registers to spare; on one architecture for
+    elements of 2 and of 4 bytes.
 
-    Accesses of 2 bytes need the most addresses and take four times as long to compile, 10 … 15 s: one architecture has each direction with them, in a
-    split window or in a whole one, and one other the backward. Those of 4 and 8 bytes are compiled once for each direction. The models are compiled
-    for every architecture by `cuteforge demo`, which CI runs, and here for one.
+    Accesses of 2 bytes need the most addresses and take four times as long to compile, 10 … 15 s: one architecture has
+    each direction with them, in a split window or in a whole one, and one other the backward. Those of 4 and 8 bytes
+    are compiled once for each direction. The models are compiled for every architecture by `cuteforge demo`, which CI
+    runs, and here for one.
     """
     if arch.name != FULL:
         every = candidates(arch, WIDE_DIMS + (NARROW_DIMS if arch.name == NARROW else ()))
@@ -166,7 +173,8 @@ def test_machine_code(arch_name, traits):
 
 
 def test_a_spill_is_an_error():
-    """The checks of every case rely on the compiler's refusal: four times 512 threads of an SM get 32 registers each."""
+    """The checks of every case rely on the compiler's refusal: four times 512 threads of an SM get 32 registers
+    each."""
     traits = select_traits(MODEL[0], resolve_arch(FULL, None), backward=True)
     crowded = replace(traits, tile=replace(traits.tile, ctas_per_sm=4))
     with pytest.raises(Exception, match="Registers are spilled"):
@@ -174,7 +182,8 @@ def test_a_spill_is_an_error():
 
 
 def check_nothing_is_slow(code):
-    """No spills, no local memory, no double precision, and no tensor-core instruction, as nothing here is a matrix product."""
+    """No spills, no local memory, no double precision, and no tensor-core instruction, as nothing here is a matrix
+    product."""
     assert (code.stack_bytes, code.local_bytes) == (0, 0)
     for pattern in ("STL|LDL", r"D(ADD|MUL|FMA|SETP|MNMX)\b|.*\.F64", "HMMA|HGMMA|IMMA|DMMA|UTC.*MMA"):
         assert not code.matching(pattern)
@@ -213,7 +222,8 @@ def check_stores_and_atomics(traits, code):
 
 
 def written_out(traits):
-    """Window entries whose gradients have instructions of their own: with nothing kept in registers they share one loop."""
+    """Window entries whose gradients have instructions of their own: with nothing kept in registers they share one
+    loop."""
     return traits.slots if traits.tile.resident else 1
 
 

@@ -1,4 +1,5 @@
-"""What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no spills. Needs no GPU."""
+"""What the compiler makes of the prefill kernel of sm_90a: warpgroup products that overlap the softmax, bulk copies, no
+spills. Needs no GPU."""
 
 from cuteforge.families.attention.forward_sm90a import kernel
 from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, SMEM_ALIGNMENT, select_warpgroups
@@ -64,7 +65,8 @@ def few_rows(is_full):
     ]
 
 
-# Waits for products: of the first scores, of scores and of values in the loop, of the last values, and of what is on its way at the end.
+# Waits for products: of the first scores, of scores and of values in the loop, of the last values, and of what is on
+# its way at the end.
 FIRST, SCORES, VALUES, LAST, END = range(5)
 
 
@@ -102,14 +104,16 @@ def check_it_fits(traits, code, smem_bytes):
 
 
 def check_copies(traits, code):
-    """Keys and values by TMA where some lie next to one another, everything else 16 bytes a lane past registers and L1."""
+    """Keys and values by TMA where some lie next to one another, everything else 16 bytes a lane past registers and
+    L1."""
     assert (code.count("UTMALDG") > 0) == (traits.problem.keys != "tokens")
     assert code.count(r"LDGSTS\.E\.BYPASS.*\.128\b") == code.count("LDGSTS") > 0, code.matching("LDGSTS")
 
 
 def check_products(traits, code):
-    """One fence and one wait for each group of products, or the assembler has made them wait for one another; and the exponentials of a tile come
-    before the wait for the values of the tile before, or they would not run beside those products."""
+    """One fence and one wait for each group of products, or the assembler has made them wait for one another; and the
+    exponentials of a tile come before the wait for the values of the tile before, or they would not run beside those
+    products."""
     n = traits.tile.tile_n
     assert code.count("HGMMA") == 3 * traits.k_steps + 2 * (n // 16)
     assert code.count("WARPGROUP.ARRIVE") == 5

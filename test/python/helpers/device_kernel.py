@@ -13,7 +13,8 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cuteforge.device import math
-from cuteforge.runtime.compile_cache import Build, KernelKey
+from cuteforge.runtime.build import Build
+from cuteforge.runtime.compile_cache import KernelKey
 
 NUM_THREADS = 128
 FUNCTIONS = {
@@ -30,7 +31,7 @@ FUNCTIONS = {
     "sum_rn": lambda a, b: math.sum_rn((a, b, a)),
     "dot": lambda a, b: math.dot((a, b), (b, b)),
     "max_of": lambda a, b: math.max_of((a, b)),
-    "keep": lambda a, b: math.keep(a > b, a, -7.0),
+    "where": lambda a, b: math.where(a > b, a, -7.0),
     "unfused": lambda a, b: math.add_rn(math.mul_rn(a, b), a),
     "left to the compiler": lambda a, b: a * b + a,
 }

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 from cuteforge.runtime.cutlass_compat import SPILLS_ARE_ERRORS, compile_host, cubin_of
 from cuteforge.runtime.garbage import only_new_garbage
 

@@ -15,7 +15,7 @@ from cuteforge.families.attention import road as attention_road
 from cuteforge.families.csa.compressor import api as csa_api
 from cuteforge.op import base as api_base
 from cuteforge.op import recall, replay
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 

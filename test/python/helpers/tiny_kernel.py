@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 from helpers.tiny_traits import TinyTraits
 
 _DTYPES = {"float32": cutlass.Float32, "float16": cutlass.Float16, "int32": cutlass.Int32}

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.op import base as api_base
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import Operand, Signature, TensorSpec
+from cuteforge.op.signature import Operand, Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime import streams
 from cuteforge.runtime.compile_cache import KernelKey

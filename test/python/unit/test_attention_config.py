@@ -1,4 +1,5 @@
-"""How attention is cut into tiles, on the facts of five GPUs: what fits, what is refused, what a workspace takes. No GPU, nothing compiled."""
+"""How attention is cut into tiles, on the facts of five GPUs: what fits, what is refused, what a workspace takes. No
+GPU, nothing compiled."""
 
 import itertools
 from dataclasses import replace
@@ -221,7 +222,8 @@ def test_traits_tell_apart_what_is_compiled():
         select_decode(MODEL, 4, arch, True)
     )
     changed = {
-        "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "given": ("lse",), "mask_rank": 2,
+        "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "given": ("lse",),
+        "mask_rank": 2,
         "causal": True, "has_left": True, "has_right": True, "has_softcap": True,
     }  # fmt: skip
     assert changed.keys() == vars(MODEL).keys()

@@ -1,4 +1,5 @@
-"""The torch ops of attention and merge_state on the CPU, where they compute the eager reference: values, writes, tracing, refusals.
+"""The torch ops of attention and merge_state on the CPU, where they compute the eager reference: values, writes,
+tracing, refusals.
 
 Wrappers serve CUDA tensors only. Where a test follows a wrapper into its op, the CPU stands in for the GPU.
 """
@@ -428,7 +429,8 @@ def test_cpu_refuses_what_the_kernels_refuse(case, name, replaced):
 
 @pytest.mark.parametrize("left", [0, 15, 16, 30])
 def test_pages_before_a_window_may_have_been_given_away(left):
-    """Of 64 keys in pages of 16 the query at the last one sees the `left` before it: the first pages that none of them is in may be any number."""
+    """Of 64 keys in pages of 16 the query at the last one sees the `left` before it: the first pages that none of them
+    is in may be any number."""
     q, pool = torch.randn(1, 4, 64).bfloat16(), torch.randn(2, 4, 16, 2, 64).bfloat16()
     table, lengths = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
     op, (k_cache, v_cache) = OPS.paged_gqa_decode.default, pool
@@ -541,7 +543,8 @@ def dense_step(q, k, v, seqlens_k, mask):
 
 @pytest.mark.parametrize(("dynamic", "num_sizes", "num_graphs"), [(False, 2, 2), (True, 3, 1)])
 def test_wrappers_compile_into_one_graph(dynamic, num_sizes, num_graphs, cpu_as_gpu, fresh_compiler):
-    """fullgraph; with dynamic shapes one graph serves every B, L, S and number of heads. No two extents of the first call are equal."""
+    """fullgraph; with dynamic shapes one graph serves every B, L, S and number of heads. No two extents of the first
+    call are equal."""
     compiled = torch.compile(dense_step, backend=fresh_compiler, fullgraph=True, dynamic=dynamic)
     for batch, length, size, heads in ((3, 2, 40, 5), (5, 4, 71, 3), (2, 6, 19, 6))[:num_sizes]:
         x = masked(attn.draw(SMALL, batch, length, size, heads, device="cpu"))

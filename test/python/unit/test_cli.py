@@ -157,8 +157,8 @@ def test_csa_demo_pack_is_ragged_with_short_and_empty_segments():
 
 
 def test_demo_checks_every_family_here_and_compiles_what_it_names(monkeypatch, tmp_path, capsys):
-    """The whole command, on small inputs and one architecture. The compiler takes rotary and is stood in for otherwise: what it makes
-    of these kernels, test/python/compile and the demo itself show, which CI runs."""
+    """The whole command, on small inputs and one architecture. The compiler takes rotary and is stood in for otherwise:
+    what it makes of these kernels, test/python/compile and the demo itself show, which CI runs."""
     asked, compile_kernel = [], compile_cache._compile
 
     def compile_one_family(key, disk):
@@ -193,7 +193,8 @@ def test_demo_checks_every_family_here_and_compiles_what_it_names(monkeypatch, t
 
 
 def test_csa_demo_compiles_what_its_input_runs():
-    """The samples that are compiled without a GPU have other sizes than the input; the compile key must not see them."""
+    """The samples that are compiled without a GPU have other sizes than the input; the compile key must not see
+    them."""
     target = arch.resolve_arch("sm_90a", None)
     for name, config in csa.CONFIGS.items():
         problem = csa.Problem.draw(*config, "meta")

@@ -11,6 +11,7 @@ from cuteforge.__main__ import main
 from cuteforge.cli import cache as command
 from cuteforge.cli.families import split_builder
 from cuteforge.runtime import cutlass_compat, disk_cache
+from cuteforge.runtime.sources import kernel_sources
 
 DAY_S = 24 * 3600
 
@@ -120,9 +121,10 @@ def test_clear_says_what_there_is_where_nothing_is_for_an_architecture(store, ca
 
 def test_clear_stale_leaves_what_these_sources_and_this_toolchain_made(store, cache, capsys):
     store("stale:build")
+    builder = "cuteforge.families.rotary.kernel:build"
     current = {
-        "builder": "current:build",
-        "sources": {"cuteforge": disk_cache.source_digest()},
+        "builder": builder,
+        "sources": dict(kernel_sources(builder)),
         "toolchain": cutlass_compat.toolchain_fingerprint(),
     }
     for key in (current, {**current, "toolchain": {}}, {**current, "sources": {"cuteforge": "0"}}):
@@ -168,8 +170,16 @@ def test_wrong_options_are_usage_errors(options, capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-5, "0 s"), (1, "1 s"), (119, "119 s"), (120, "2 min"), (7200, "2 hours"), (40 * 3600, "40 hours"), (3 * DAY_S, "3 days")],
-)  # fmt: skip
+    [
+        (-5, "0 s"),
+        (1, "1 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (7200, "2 hours"),
+        (40 * 3600, "40 hours"),
+        (3 * DAY_S, "3 days"),
+    ],
+)
 def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, text):
     assert command.format_age(seconds) == text
 
@@ -178,7 +188,7 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two(seconds, text):
     ("builder", "parts"),
     [
         ("cuteforge.families.csa.compressor.forward:build", ("csa", "compressor.forward")),
-        ("cuteforge.families.attention.forward.kernel:build", ("gqa", "kernel")),
+        ("cuteforge.families.attention.forward.kernel:build", ("attention", "forward.kernel")),
         ("mine:build", ("mine", "")),
         ("unknown", ("unknown", "")),
     ],

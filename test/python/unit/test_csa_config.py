@@ -28,7 +28,7 @@ from cuteforge.families.csa.compressor.config import (
 from cuteforge.families.csa.compressor.operands import FLOATS
 from cuteforge.families.csa.compressor.pooling import Fast
 from cuteforge.families.csa.compressor.row_workers import RowWorker
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import resolve_arch
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")

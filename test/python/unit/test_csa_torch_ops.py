@@ -20,7 +20,7 @@ from cuteforge import (
     csa_compressor_forward_wrapper,
 )
 from cuteforge.families.csa.compressor import reference, road, torch_ops
-from cuteforge.op import torch_library
+from cuteforge.op import torch_library, tracing
 from cuteforge.op.road import Road
 from helpers import budget, csa, process
 from helpers.packs import Pack
@@ -318,9 +318,9 @@ def test_dispatch_modes_see_the_wrappers(cpu_as_gpu):
 def test_backward_wrapper_refuses_to_be_differentiated():
     x = draw()
     with pytest.raises(ContractError, match="^score: wanted a tensor that does not require grad"):
-        torch_library.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
+        tracing.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
     with torch.no_grad():
-        torch_library.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
+        tracing.refuse_grad(("kv", "score"), (x.kv, x.score.clone().requires_grad_()), "op")
 
 
 # torch.compile and export.

@@ -35,7 +35,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_blocks(page: Path, places: tuple[str, ...], monkeypatch, tmp_path) -> None:
-    """Run the blocks of a page in order, in one namespace, with a cache of their own; a backend that they register is forgotten."""
+    """Run the blocks of a page in order, in one namespace, with a cache of their own; a backend that they register is
+    forgotten."""
     if "from transformers import" in page.read_text():
         pytest.importorskip("transformers", minversion=floor_of("transformers"))
     monkeypatch.setenv("CUTEFORGE_CACHE_DIR", str(tmp_path / "cache"))

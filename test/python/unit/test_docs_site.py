@@ -1,4 +1,5 @@
-"""The site: every page is reached from the navigation, every public name is in the reference, and it builds without a warning."""
+"""The site: every page is reached from the navigation, every public name is in the reference, and it builds without a
+warning."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ OTHERS = (
 )
 SIGNATURE = re.compile(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', re.DOTALL)
 LINE_LENGTH = 100
-# The packages of the extra `docs`. What they would find wrong with navigation, names or links is also checked without them, here and in test_docs.
+# The packages of the extra `docs`. What they would find wrong with navigation, names or links is also checked without
+# them, here and in test_docs.
 HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers", "ruff")))
 
 

@@ -16,6 +16,8 @@ LAYERS = (
     "arguments",
     "runtime",
     "device",
+    ("op.dims", "op.overlap"),
+    "op.tensor_spec",
     "op.signature",
     "op.operand_table",
     ("op.generated", "op.allocate", "op.launch", "op.readable", "op.tuple_dict"),
@@ -23,6 +25,7 @@ LAYERS = (
     "op.replay",
     "op.recall",
     "op.base",
+    ("op.checks", "op.tracing"),
     "op.torch_library",
     "op.road",
     ("families.attention", "families.rotary", "families.csa"),
@@ -96,7 +99,8 @@ def violations(root: Path) -> list[str]:
 
 
 def refusal(module: str, name: str, kernels: set[str], for_types: bool) -> str | None:
-    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow too."""
+    """Why `module` may not import `name`, or None. What type checkers read costs no import, but follows the arrow
+    too."""
     room, other, top = room_of(module), room_of(name), name.split(".")[0]
     if for_types and (module == "cuteforge" or top == "torch"):
         return None

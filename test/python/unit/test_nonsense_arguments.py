@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cuteforge as cf
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from helpers.stub_gpu import StubStream, stub_streams, stub_wrappers
 
 BF16, D = torch.bfloat16, 64

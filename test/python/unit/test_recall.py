@@ -1,4 +1,5 @@
-"""Calls like an earlier one: what the entry gets, what is allocated, and when nothing is served this way. A stub stands in for the entry; no GPU."""
+"""Calls like an earlier one: what the entry gets, what is allocated, and when nothing is served this way. A stub stands
+in for the entry; no GPU."""
 
 import traceback
 

@@ -416,7 +416,8 @@ def test_whole_folders_run_in_parallel_with_one_thread_each(cores, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"numprocesses": 0}, {"usepdb": True}, {"trace": True}, {"capture": "no"}, {"keyword": "x"}, {"markexpr": "multi_gpu"},
+        {"numprocesses": 0}, {"usepdb": True}, {"trace": True}, {"capture": "no"}, {"keyword": "x"}, {"markexpr":
+        "multi_gpu"},
         {"lf": True}, {"collectonly": True}, {"arguments": ["test_x.py"]}, {"arguments": ["test_x.py::test_y"]},
     ],
     ids=lambda options: next(iter(options)),

@@ -96,7 +96,8 @@ def reports_of(**families):
 
 
 def test_speeds_have_a_column_for_every_library_that_was_measured():
-    """Plain torch too, once a record holds it; a library that one case lacks leaves a dash there, not a gap in the columns."""
+    """Plain torch too, once a record holds it; a library that one case lacks leaves a dash there, not a gap in the
+    columns."""
     small = {**REPORT["rows"][0], "case": "1x8192 d512 r4 c2", "peers_us": {"cudnn-frontend": 60.0}}
     large = {**small, "case": "16x8192 d512 r4 c2", "ours_us": 24.0, "peers_us": {"torch eager": 96.0}}
     other = {**small, "case": "1x8192 d128 r4 c2"}
@@ -155,7 +156,8 @@ def test_targets_of_pages_are_against_dense_keys_pages_of_16_and_libraries():
     "record", sorted(BENCHMARKS.glob("results/*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem}"
 )
 def test_every_committed_row_has_its_target(record):
-    """A case that was renamed in a benchmark would silently lose its target, and so a miss. The smallest of a growth has none."""
+    """A case that was renamed in a benchmark would silently lose its target, and so a miss. The smallest of a growth
+    has none."""
     rows = json.loads(record.read_text())["rows"]
     without = [row["case"] for row in rows if not render_results.bars_of(record.stem, row)]
     smallest = [row["case"] for row in rows if row["case"].startswith("growth") and not row["peers_us"]]

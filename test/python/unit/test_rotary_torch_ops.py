@@ -1,4 +1,5 @@
-"""The rotary embedding's torch ops on the CPU, where they compute the eager reference: graph, writes in place, tracing, refusals.
+"""The rotary embedding's torch ops on the CPU, where they compute the eager reference: graph, writes in place, tracing,
+refusals.
 
 Wrappers serve CUDA tensors only. Where a test follows a wrapper into its op, the CPU stands in for the GPU.
 """

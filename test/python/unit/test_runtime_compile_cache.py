@@ -11,13 +11,13 @@ import shutil
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
 from cuteforge.errors import ContractError
-from cuteforge.runtime import compile_cache, cutlass_compat, disk_cache, scratch, streams
+from cuteforge.runtime import compile_cache, cutlass_compat, disk_cache, scratch, sources, streams
 from cuteforge.runtime.compile_cache import KernelKey, load_kernel, stats
 from cuteforge.runtime.disk_cache import DiskCache
 from helpers import process
@@ -32,7 +32,7 @@ def root(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     compile_cache.clear()
     # As a new process would: sources edited since the last test are what is compiled now.
-    disk_cache._cached_source_digest.cache_clear()
+    sources.forget()
     yield tmp_path / "cache"
     compile_cache.clear()
 
@@ -330,12 +330,15 @@ def test_only_entries_of_other_sources_or_toolchains_are_stale(root, monkeypatch
     assert compile_cache.is_stale({**key, "sources": {**key["sources"], "cuteforge": "0"}})
     assert compile_cache.is_stale({**key, "toolchain": {**key["toolchain"], "cuda": "cu99"}})
     assert compile_cache.is_stale({"builder": "of another form"})
+    removed = {**key, "builder": "cuteforge.families.removed.kernel:build"}
+    assert compile_cache.is_stale(removed), "a kernel that this package no longer has"
+    assert not compile_cache.is_stale({**key, "builder": "a_package_that_is_not_here.kernel:build"})
 
 
 def test_other_sources_and_toolchains_share_the_directory(root, monkeypatch):
     load_kernel(tiny_key())
-    for name, other in (("source_digest", lambda package: "f" * 64), ("read_source_digest", lambda package: "f" * 64)):
-        monkeypatch.setattr(compile_cache, name, other)
+    for name in ("kernel_sources", "read_kernel_sources"):
+        monkeypatch.setattr(compile_cache, name, lambda builder: {"cuteforge": "f" * 64})
     compile_cache.clear()
     assert load_kernel(tiny_key()).origin == "compiled"
     monkeypatch.setattr(cutlass_compat, "toolchain_fingerprint", lambda: {"nvidia-cutlass-dsl": "another"})
@@ -349,16 +352,16 @@ def test_other_sources_and_toolchains_share_the_directory(root, monkeypatch):
 
 
 def test_sources_edited_while_compiling_are_not_stored_under_the_old_key(root, monkeypatch):
-    monkeypatch.setattr(compile_cache, "read_source_digest", lambda package: "edited")
+    monkeypatch.setattr(compile_cache, "read_kernel_sources", lambda builder: {"cuteforge": "edited"})
     assert is_entry(load_kernel(tiny_key()).entry)
     assert DiskCache(root).ls() == []
 
 
 def test_sources_that_are_gone_after_compiling_are_no_failure(root, monkeypatch):
-    def gone(package):
-        raise PermissionError(13, "Permission denied", package)
+    def gone(builder):
+        raise PermissionError(13, "Permission denied", builder)
 
-    monkeypatch.setattr(compile_cache, "read_source_digest", gone)
+    monkeypatch.setattr(compile_cache, "read_kernel_sources", gone)
     assert is_entry(load_kernel(tiny_key()).entry)
     assert DiskCache(root).ls() == []
     assert stats().not_stored == ("sources changed since this process read them",)
@@ -482,7 +485,7 @@ def test_child_forked_during_a_compile_can_compile(root, tmp_path):
     load_kernel(tiny_key())
     lock, in_flight = compile_cache._cache.compile_lock, compile_cache._cache._in_flight
     key = tiny_key(num_threads=64)
-    in_flight[key.identity] = compile_cache.Future()
+    in_flight[key.identity] = Future()
     lock.acquire()
     try:
         child = os.fork()

@@ -13,7 +13,7 @@ import pytest
 
 from cuteforge.errors import ContractError
 from cuteforge.runtime import disk_cache, scratch
-from cuteforge.runtime.disk_cache import DiskCache, default_root, open_disk_cache, read_source_digest, source_digest
+from cuteforge.runtime.disk_cache import DiskCache, default_root, open_disk_cache
 
 KEY = {"builder": "module:build", "traits": "Traits(d=1)", "sources": {"cuteforge": "0" * 64}}
 OTHER = {**KEY, "traits": "Traits(d=2)"}
@@ -384,37 +384,3 @@ def test_where_locks_do_not_exist_work_goes_on(root, files, monkeypatch):
     monkeypatch.setattr(disk_cache, "fcntl", None)
     with cache.lock(KEY):
         assert cache.store(KEY, "entry", files) is not None
-
-
-def test_source_digest_sees_names_and_contents_of_python_files(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    package = tmp_path / "some_package"
-    (package / "sub").mkdir(parents=True)
-    seen = set()
-
-    def changed():
-        digest = read_source_digest("some_package")
-        new = digest not in seen
-        seen.add(digest)
-        return new
-
-    (package / "__init__.py").write_text("")
-    assert changed()
-    (package / "sub" / "a.py").write_text("x = 1")
-    assert changed()
-    (package / "sub" / "a.py").write_text("x = 2")
-    assert changed()
-    (package / "sub" / "a.py").rename(package / "sub" / "b.py")
-    assert changed()
-    (package / "note.txt").write_text("")
-    assert not changed()
-
-
-def test_source_digest_of_modules_and_folders_without_init(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "lone_module.py").write_text("x = 1")
-    (tmp_path / "bare_folder").mkdir()
-    (tmp_path / "bare_folder" / "a.py").write_text("x = 1")
-    assert len({read_source_digest("lone_module"), read_source_digest("bare_folder"), source_digest()}) == 3
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
-        read_source_digest("not_there_at_all")

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuteforge.errors import ContractError
-from cuteforge.op.signature import Operand, Signature, TensorSpec, overlaps_itself
+from cuteforge.op.overlap import overlaps_itself
+from cuteforge.op.signature import Operand, Signature
+from cuteforge.op.tensor_spec import TensorSpec
 
 FLOATS = ("bfloat16", "float16", "float32")
 KNOWN = {"ratio": 4, "coff": 2}

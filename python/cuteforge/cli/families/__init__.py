@@ -14,8 +14,8 @@ from cuteforge.errors import ContractError
 if TYPE_CHECKING:
     import torch
 
-# Name -> module with `demo_cases(device) -> list[Case]`, `sample_ops(device) -> {label: op}`, `OPS` (name -> function that makes
-# an op on samples, from `head_dim`, `dtype`, `device` and options of its own) and `PRESETS`.
+# Name -> module with `demo_cases(device) -> list[Case]`, `sample_ops(device) -> {label: op}`, `OPS` (name -> function
+# that makes an op on samples, from `head_dim`, `dtype`, `device` and options of its own) and `PRESETS`.
 FAMILIES = {
     "csa": "cuteforge.cli.families.csa",
     "rotary": "cuteforge.cli.families.rotary",
@@ -48,7 +48,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Presets:
-    """What `warmup` compiles of a family: each of `ops`, a name of `OPS` with options, with every head dim and dtype."""
+    """What `warmup` compiles of a family: each of `ops` with every head dim and dtype.
+
+    Attributes:
+        ops: names of `OPS`, with options.
+    """
 
     ops: tuple[tuple[str, Mapping[str, Any]], ...]
     head_dims: tuple[int, ...]
@@ -104,7 +108,7 @@ def preset_configurations(
 
 def split_builder(builder: str) -> tuple[str, str]:
     """Family and kernel: "cuteforge.families.csa.compressor.forward:build" is csa, compressor.forward."""
-    family, _, kernel = builder.partition(":")[0].removeprefix("cuteforge.").partition(".")
+    family, _, kernel = builder.partition(":")[0].removeprefix("cuteforge.families.").partition(".")
     return family, kernel
 
 

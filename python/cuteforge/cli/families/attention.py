@@ -11,6 +11,7 @@ import torch
 from cuteforge import GQADecode, GQAPrefill, MergeState, PagedGQADecode, PagedGQAPrefill, TensorSpec
 from cuteforge.cli.families import Case, Presets
 from cuteforge.families.attention import reference
+from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZE = 16
@@ -158,8 +159,10 @@ def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Specs of one head dim, dtype and device. One request, one key or page: sizes are no part of what is compiled, but for the number of query rows,
-    which chooses the tile."""
+    """Specs of one head dim, dtype and device, of one request with one key or page.
+
+    Of all sizes only the number of query rows decides what is compiled: it chooses the tile.
+    """
 
     head_dim: int
     dtype: str
@@ -176,9 +179,16 @@ class _Samples:
 
 
 def _decode(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, seqlens: bool = True,
-    causal: bool = False, lse: bool = False,
-) -> GQADecode:  # fmt: skip
+    *,
+    head_dim: int,
+    dtype: str,
+    device: str = "cuda",
+    group: int = 4,
+    tokens: int = 1,
+    seqlens: bool = True,
+    causal: bool = False,
+    lse: bool = False,
+) -> GQADecode:
     s = _Samples(head_dim, dtype, device)
     q, kv = s.heads(1, tokens, group), s.heads(1, 1, 1)
     lens = s.ints(1) if seqlens else None
@@ -186,9 +196,16 @@ def _decode(
 
 
 def _prefill(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, packed: bool = False,
-    causal: bool = True, lse: bool = False,
-) -> GQAPrefill:  # fmt: skip
+    *,
+    head_dim: int,
+    dtype: str,
+    device: str = "cuda",
+    group: int = 4,
+    tokens: int = 1,
+    packed: bool = False,
+    causal: bool = True,
+    lse: bool = False,
+) -> GQAPrefill:
     s = _Samples(head_dim, dtype, device)
     if packed:
         q, kv, offsets, sums = s.heads(tokens, group), s.heads(1, 1), s.ints(2), s.lse(lse, group, tokens)
@@ -198,10 +215,22 @@ def _prefill(
 
 
 def _paged_decode(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int | None = None, append: bool = False,
-    causal: bool = False, lse: bool = False,
-) -> PagedGQADecode:  # fmt: skip
-    """`tokens`: None for q ``(B, Hq, D)``, a number for ``(B, L, Hq, D)``; `append`: the newest key and value come by themselves."""
+    *,
+    head_dim: int,
+    dtype: str,
+    device: str = "cuda",
+    group: int = 4,
+    tokens: int | None = None,
+    append: bool = False,
+    causal: bool = False,
+    lse: bool = False,
+) -> PagedGQADecode:
+    """A decode over pages.
+
+    Args:
+        tokens: None for q ``(B, Hq, D)``, a number for ``(B, L, Hq, D)``.
+        append: whether the newest key and value come by themselves.
+    """
     s = _Samples(head_dim, dtype, device)
     q = s.heads(1, group) if tokens is None else s.heads(1, tokens, group)
     pool, new = s.heads(1, PAGE_SIZE, 1), s.heads(1, 1) if append else None
@@ -210,13 +239,51 @@ def _paged_decode(
 
 
 def _paged_prefill(
-    *, head_dim: int, dtype: str, device: str = "cuda", group: int = 4, tokens: int = 1, causal: bool = True,
+    *,
+    head_dim: int,
+    dtype: str,
+    device: str = "cuda",
+    group: int = 4,
+    tokens: int = 1,
+    causal: bool = True,
     lse: bool = False,
-) -> PagedGQAPrefill:  # fmt: skip
+) -> PagedGQAPrefill:
     s = _Samples(head_dim, dtype, device)
     q, pool = s.heads(tokens, group), s.heads(1, PAGE_SIZE, 1)
     tensors = {"seqlens_k": s.ints(1), "lse": s.lse(lse, group, tokens)}
     return PagedGQAPrefill(q, pool, pool, s.ints(1, 1), s.ints(2), q, **tensors, causal=causal)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A call of attention: `requests` with `tokens` queries and `keys` keys each.
+
+    Attributes:
+        page_size: tokens of a page; None for dense keys.
+    """
+
+    requests: int
+    tokens: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    page_size: int | None = None
+
+
+def paged_sample(sizes: Sizes) -> PagedGQADecode | PagedGQAPrefill:
+    """An op over pages on samples of these sizes: decode up to 16 tokens a request, else prefill."""
+    s, columns = _Samples(sizes.head_dim, sizes.dtype, "cuda"), -(-sizes.keys // sizes.page_size)
+    requests, tokens, heads = sizes.requests, sizes.tokens, sizes.heads
+    pool = s.heads(max(requests * columns, 1), sizes.page_size, sizes.kv_heads)
+    table, lengths = s.ints(requests, columns), s.ints(requests)
+    if tokens <= MAX_DECODE_TOKENS:
+        q = s.heads(requests, heads) if tokens == 1 else s.heads(requests, tokens, heads)
+        return PagedGQADecode(q, pool, pool, table, q, seqlens_k=lengths, causal=sizes.causal)
+    q = s.heads(requests * tokens, heads)
+    return PagedGQAPrefill(q, pool, pool, table, s.ints(requests + 1), q, seqlens_k=lengths, causal=sizes.causal)
 
 
 def _merge(*, head_dim: int, dtype: str, device: str = "cuda", packed: bool = False) -> MergeState:

@@ -124,7 +124,8 @@ def _samples(
     head_dim: int | None, dtype: str, ratio: int, coff: int, device: str
 ) -> tuple[tuple[TensorSpec, ...], TensorSpec]:
     """The inputs and one pooled row, for one block: sizes are no part of what is compiled. Head dim None: that of the
-    demo."""
+    demo.
+    """
     head_dim = HEAD_DIM if head_dim is None else head_dim
     tokens = TensorSpec((ratio, coff * head_dim), dtype, device=device)
     ape = TensorSpec((ratio, coff * head_dim), "float32", device=device)
@@ -140,9 +141,14 @@ def _sample_forward(
 
 
 def _sample_backward(
-    ratio: int = 4, coff: int = 2, device: str = "cuda", *, head_dim: int | None = None, dtype: str = "bfloat16",
+    ratio: int = 4,
+    coff: int = 2,
+    device: str = "cuda",
+    *,
+    head_dim: int | None = None,
+    dtype: str = "bfloat16",
     deterministic: bool = True,
-) -> CSACompressorBackward:  # fmt: skip
+) -> CSACompressorBackward:
     inputs, pooled = _samples(head_dim, dtype, ratio, coff, device)
     return CSACompressorBackward(*inputs, pooled, *inputs[:3], ratio, coff, deterministic)
 

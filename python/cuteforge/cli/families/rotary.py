@@ -103,9 +103,16 @@ def _sample(use: Use, device: str = "cuda") -> RotaryEmbedding:
 
 
 def _make(
-    interleaved: bool, head_dim: int, dtype: str, rotary_dim: int | None = None, *, dense: bool = False,
-    positions: str | None = "int64", keys: bool = True, device: str = "cuda",
-) -> RotaryEmbedding:  # fmt: skip
+    interleaved: bool,
+    head_dim: int,
+    dtype: str,
+    rotary_dim: int | None = None,
+    *,
+    dense: bool = False,
+    positions: str | None = "int64",
+    keys: bool = True,
+    device: str = "cuda",
+) -> RotaryEmbedding:
     """For one token and head each: sizes are no part of what is compiled.
 
     Args:

@@ -10,7 +10,7 @@ from cuteforge.families.attention.base import AttentionOp
 from cuteforge.families.attention.forward.config import Problem, Traits, select_decode
 from cuteforge.families.attention.options import Window, checked_splits
 from cuteforge.op.base import Sample
-from cuteforge.op.signature import Dims
+from cuteforge.op.dims import Dims
 from cuteforge.runtime.arch import Arch
 
 MAX_DECODE_TOKENS = 16

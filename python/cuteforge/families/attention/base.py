@@ -19,7 +19,9 @@ from cuteforge.families.attention.options import ScoreOptions, checked_scale, ch
 from cuteforge.families.attention.problem import Problem
 from cuteforge.families.attention.work.traits import max_ctas
 from cuteforge.op.base import APIBase
-from cuteforge.op.signature import Dims, Signature, TensorSpec
+from cuteforge.op.dims import Dims
+from cuteforge.op.signature import Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream

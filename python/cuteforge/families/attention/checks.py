@@ -9,7 +9,7 @@ import torch
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.problem import MAX_HEAD_DIM
-from cuteforge.op.signature import Dims
+from cuteforge.op.dims import Dims
 
 _INT32 = torch.iinfo(torch.int32)
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "kv_indptr")
@@ -55,7 +55,8 @@ def mask_extents(dims: Dims, queries: str, keys: str) -> Dims:
 
 
 class ShapeCheck:
-    """Whether the shapes of a call may be right, as far as the compiled entry of an op does not see it; False also for no tensors.
+    """Whether the shapes of a call may be right, as far as the compiled entry of an op does not see it; False also for
+    no tensors.
 
     A quick look at every launch; who gets False runs the whole table for the error.
 

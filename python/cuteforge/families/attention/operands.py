@@ -1,9 +1,11 @@
-"""The operands of attention: one table, from which everything that lists them is made. Pure Python: no torch, no cutlass.
+"""The operands of attention: one table, from which everything that lists them is made. Pure Python: no torch, no
+cutlass.
 
 A row says what an operand is called, its dims, its kind, and which ops take it. From the rows come
 
 * the validation table of an op (`signature_of`),
-* the tensors of the compiled entry, their order and their names in a kernel (`ENTRY`, `device_name`), and the operands without memory that it is
+* the tensors of the compiled entry, their order and their names in a kernel (`ENTRY`, `device_name`), and the operands
+without memory that it is
   compiled with (`forward/fake_operands.py`),
 * the inputs of a wrapper and the schema of a torch op (`inputs_of`, `schema_of`),
 * what a kernel knows of an operand that may be absent (`Problem.given`).
@@ -32,7 +34,8 @@ MASK_DIMS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
 
 
 class Layout(NamedTuple):
-    """How the tensors of a call are laid out: `queries` and `keys` as in `Problem`, and the dims of the mask, 0 without one."""
+    """How the tensors of a call are laid out: `queries` and `keys` as in `Problem`, and the dims of the mask, 0 without
+    one."""
 
     queries: str
     keys: str

@@ -1,8 +1,11 @@
 """Attention in eager torch: the oracle of tests and benchmarks, and the fallback where no kernel serves.
 
-Runs on CPU and CUDA. Dims: ``B`` batch, ``L`` query tokens, ``S`` KV tokens, ``Hq = G * Hkv`` heads, ``D`` head dim, ``Dv`` that of the
-values, ``T`` packed tokens, ``P`` pages of ``ps`` tokens, ``R`` rows and ``C`` columns of a page table. Query head ``h`` reads KV head
-``h // G``. A query that sees no key gives out 0 and lse -inf, the neutral element of `merge`; with sinks, lse that of its head.
+Runs on CPU and CUDA. Dims: ``B`` batch, ``L`` query tokens, ``S`` KV tokens, ``Hq = G * Hkv`` heads, ``D`` head dim,
+``Dv`` that of the
+values, ``T`` packed tokens, ``P`` pages of ``ps`` tokens, ``R`` rows and ``C`` columns of a page table. Query head
+``h`` reads KV head
+``h // G``. A query that sees no key gives out 0 and lse -inf, the neutral element of `merge`; with sinks, lse that of
+its head.
 """
 
 from __future__ import annotations
@@ -33,20 +36,24 @@ def attend(
 
     Args:
         q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``.
-        lens_q, lens_k: ``(B,)`` valid tokens, all when None; negative counts as 0, more than there are as all. What lies past them is not
+        lens_q, lens_k: ``(B,)`` valid tokens, all when None; negative counts as 0, more than there are as all. What
+        lies past them is not
             read.
-        mask: bool, True = keep: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and columns that it lacks
+        mask: bool, True = keep: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and
+        columns that it lacks
             count as masked.
         sinks: ``(Hq,)``, a logit of each head that joins the denominators, lse included, and has no value.
         causal: query i of request b sees key j only where ``j <= p``, ``p = i + lens_k[b] - lens_q[b]``.
         softmax_scale: None is ``D**-0.5``.
-        window: (left, right): only where ``p - left <= j <= p + right``, None on a side is no limit; with causal right is 0.
+        window: (left, right): only where ``p - left <= j <= p + right``, None on a side is no limit; with causal right
+        is 0.
         softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
         compute_dtype: arithmetic. The dtype of the inputs gives what eager code of that dtype computes.
         out_dtype: None is the dtype of q.
 
     Returns:
-        ``out (B, L, Hq, Dv)`` and ``lse (B, Hq, L)``, natural log, fp64 with compute_dtype fp64 and else fp32. Queries past lens_q see no key.
+        ``out (B, L, Hq, Dv)`` and ``lse (B, Hq, L)``, natural log, fp64 with compute_dtype fp64 and else fp32. Queries
+        past lens_q see no key.
     """
     batch, length, heads, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -176,7 +183,8 @@ def gather_pages(
 
     Args:
         cache: ``(P, ps, Hkv, D)``, or ``(P, Hkv, D)``, which has pages of one token.
-        page_table: ``(R, C)``; entries past the last page of a request are not read, others that are no page are read as the nearest.
+        page_table: ``(R, C)``; entries past the last page of a request are not read, others that are no page are read
+        as the nearest.
         lens: ``(B,)`` tokens; negative counts as 0, more than C pages hold as those.
         page_table_rows: ``(B,)`` the table row of each request; None: request b uses row b.
     """

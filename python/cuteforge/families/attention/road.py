@@ -36,9 +36,11 @@ from cuteforge.families.attention.options import (
     checked_splits,
     checked_window,
 )
+from cuteforge.op.checks import check_layout
 from cuteforge.op.replay import Recipe
 from cuteforge.op.road import Invocation, Road, Tensors
-from cuteforge.op.torch_library import call_op, check_layout, is_traced, refuse_grad
+from cuteforge.op.torch_library import call_op
+from cuteforge.op.tracing import is_traced, refuse_grad
 from cuteforge.runtime.arch import resolve_arch
 
 _Tensor = torch.Tensor

@@ -1,6 +1,7 @@
 """Attention and `merge_state` as ops of torch: what torch.compile, export and dispatch modes follow.
 
-On CUDA they launch the kernels as the wrappers do; on a CPU they compute the eager reference in fp32. They have no derivative. Every attention op
+On CUDA they launch the kernels as the wrappers do; on a CPU they compute the eager reference in fp32. They have no
+derivative. Every attention op
 returns out and lse. The op that appends to pools writes them, and so is one of its own.
 """
 
@@ -18,7 +19,7 @@ from cuteforge.families.attention.merge.api import ROAD as MERGE_ROAD
 from cuteforge.families.attention.operands import APPENDED, PAGED_DECODE, POOLS, schema_of
 from cuteforge.families.attention.road import APPEND_OP, DECODE_OPS, OPS, ROADS, Options
 from cuteforge.op.road import Invocation, Tensors
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.op.torch_library import register_op, register_updating_op
 
 _CONFIG = "float? softmax_scale, bool causal, int? window_left, int? window_right, float? softcap"

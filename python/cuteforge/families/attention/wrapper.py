@@ -17,9 +17,12 @@ PAGED_DECODE_ROAD, PAGED_PREFILL_ROAD = ROADS[PagedGQADecode], ROADS[PagedGQAPre
 
 
 def gqa_decode_wrapper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, window: Window | None = None,
-    softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor |
+    None = None,
+    sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, window: Window | None =
+    None,
+    softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None =
+    None,
     stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens over dense keys and values; see `GQADecode` for the operation, arguments and
@@ -63,9 +66,12 @@ def gqa_decode_wrapper(
 
 
 def gqa_prefill_wrapper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
-    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k:
+    torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal:
+    bool = False,
+    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool =
+    False,
     out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of many query tokens, dense or packed.
@@ -96,10 +102,14 @@ def gqa_prefill_wrapper(
 
 
 def paged_gqa_decode_wrapper(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, *, seqlens_k: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None = None,
-    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
-    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, *, seqlens_k: torch.Tensor
+    | None = None,
+    kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None =
+    None,
+    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool
+    = False,
+    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int |
+    None = None,
     return_lse: bool = False, out: torch.Tensor | None = None, stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens over pages.
@@ -129,10 +139,14 @@ def paged_gqa_decode_wrapper(
 
 
 def paged_gqa_prefill_wrapper(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, *,
-    seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
-    window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    *,
+    seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None =
+    None,
+    mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float |
+    None = None,
+    window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None =
+    None,
     stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of packed query tokens over pages.
@@ -161,7 +175,8 @@ def paged_gqa_prefill_wrapper(
 
 
 def attn_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *,
+    scale: float | None = None
 ) -> torch.Tensor:  # fmt: skip
     """``gqa_decode_wrapper(...)["out"]`` under the argument names that model code uses. Never another implementation.
 
@@ -191,7 +206,8 @@ def attn_decode(
 
 
 def attn_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, is_causal: bool = False, *,
+    scale: float | None = None
 ) -> torch.Tensor:  # fmt: skip
     """``gqa_prefill_wrapper(...)["out"]`` of dense tensors; arguments, result and errors as `attn_decode`, with any L.
 
@@ -227,7 +243,8 @@ def attn_paged_decode(
 
 
 def attn_paged_prefill(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seqlens_k: torch.Tensor,
     mask: torch.Tensor | None = None, is_causal: bool = False, *, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``paged_gqa_prefill_wrapper(...)["out"]``; see `PagedGQAPrefill` for the shapes, and `attn_decode` for the rest.

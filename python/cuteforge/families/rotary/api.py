@@ -12,9 +12,11 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.rotary.config import MAX_HEAD_DIM, Problem, Traits
 from cuteforge.families.rotary.operands import ROWS, TOKENS, entry_names, given_of, signature_of
 from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.dims import Dims
 from cuteforge.op.guards import ANY_SHAPE
 from cuteforge.op.operand_table import entry_operands
-from cuteforge.op.signature import Dims, Signature, TensorSpec
+from cuteforge.op.signature import Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream
@@ -128,7 +130,7 @@ class RotaryEmbedding(APIBase):
         """Write all of `out` and `k_out`. No allocation, copy, device read or synchronization.
 
         Args:
-            inverse: turn back, by the negative angles. This is also the backward of the rotation.
+            inverse: rotate back, by the negative angles. This is also the backward of the rotation.
             stream: None for torch's current stream, else a torch stream, a CUstream or a raw handle.
 
         Raises:

@@ -8,7 +8,7 @@ of one or more heads of one token: a bundle. A task is a token and one of its bu
 from dataclasses import dataclass
 from typing import Any
 
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 
 MAX_ACCESS_BYTES = 16
 MAX_HEAD_DIM = 1024  # a CTA has a thread for each access of a head

@@ -16,8 +16,8 @@ from cuteforge.device.math import fast_divisor, fma_rn, mul_rn, select
 from cuteforge.device.traced import Operands, TraceConstant, named_kernel
 from cuteforge.families.rotary.config import MAX_ACCESS_BYTES, Traits
 from cuteforge.families.rotary.operands import device_names, entry_names, signature_of
-from cuteforge.op.signature import ITEMSIZE
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.op.tensor_spec import ITEMSIZE
+from cuteforge.runtime.build import Build
 
 NAN = float("nan")
 

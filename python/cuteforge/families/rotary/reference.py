@@ -1,8 +1,7 @@
 """Rotary embedding in eager torch: the oracle of tests and benchmarks, and the fallback where no kernel serves.
 
 Runs on CPU and CUDA. Dims: ``T`` packed tokens, or ``B`` batch and ``L`` tokens; ``H`` heads, ``D`` head dim. Column
-    pair
-``(a, b)`` of a head is ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim / 2)``, and becomes
+pair ``(a, b)`` of a head is ``(2i, 2i + 1)`` if interleaved, else ``(i, i + rotary_dim / 2)``, and becomes
 ``(a cos - b sin, b cos + a sin)`` (RoFormer, arXiv 2104.09864, equation 34). Columns from ``rotary_dim`` on stay as
 they are.
 """

@@ -11,10 +11,12 @@ import torch
 from cuteforge.arguments import flag, kind_of
 from cuteforge.errors import ContractError
 from cuteforge.families.rotary.api import RotaryEmbedding, direction, positions_not_wanted
+from cuteforge.op.checks import check_layout
 from cuteforge.op.readable import dense
 from cuteforge.op.replay import Recipe
 from cuteforge.op.road import Invocation, Road, Tensors
-from cuteforge.op.torch_library import call_op, check_layout, needs_op
+from cuteforge.op.torch_library import call_op
+from cuteforge.op.tracing import needs_op
 
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format

@@ -22,7 +22,7 @@ from cuteforge.families.rotary.scaling import (
     host_number,
     parse_scaling,
 )
-from cuteforge.op.torch_library import usable_device
+from cuteforge.op.checks import usable_device
 
 __all__ = ["LinearScaling", "Llama3Scaling", "NTKScaling", "YarnScaling", "rotary_frequencies", "rotary_table"]
 

@@ -1,6 +1,7 @@
 """The rotary embedding as ops of torch: what autograd, torch.compile, export and checkpointing follow.
 
-On CUDA they launch the kernel as the wrappers do; on a CPU they compute the eager reference in fp32. An op takes one tensor of heads or
+On CUDA they launch the kernel as the wrappers do; on a CPU they compute the eager reference in fp32. An op takes one
+tensor of heads or
 q and k, and has a twin that writes over them.
 """
 
@@ -15,7 +16,7 @@ from cuteforge.families.rotary import reference
 from cuteforge.families.rotary.operands import schema_of_angles
 from cuteforge.families.rotary.road import ONE, QUERIES_AND_KEYS, RotaryRoad, op_of
 from cuteforge.op.road import Invocation
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.op.torch_library import register_inplace_op, register_op
 
 _TABLES = ("freqs_cis", "cos", "sin")

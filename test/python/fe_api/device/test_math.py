@@ -55,7 +55,7 @@ EXACT = {
     "sum_rn": lambda a, b: rounded(a + b) + a,
     "dot": lambda a, b: rounded(a * b) + b * b,
     "max_of": torch.maximum,
-    "keep": lambda a, b: torch.where(a > b, a, -7.0),
+    "where": lambda a, b: torch.where(a > b, a, -7.0),
     "unfused": lambda a, b: rounded(a * b) + a,
 }
 

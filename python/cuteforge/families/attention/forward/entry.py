@@ -9,7 +9,7 @@ from cuteforge.families.attention.forward.fake_operands import operands, scalars
 from cuteforge.families.attention.operands import DEVICE_NAMES
 from cuteforge.families.attention.work.counts import Counts, Operands
 from cuteforge.families.attention.work.traits import WorkTraits
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 class Entry:

@@ -34,7 +34,7 @@ from cuteforge.families.attention.work.shares import BEGUN, CONTINUED, WHOLE, Sh
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 ALL_GRANULES = 1 << 24
 

@@ -37,7 +37,7 @@ from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 @named_kernel("prefill_sm90a")

@@ -13,10 +13,14 @@ from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
 from cuteforge.families.attention.problem import MAX_HEAD_DIM
 from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.checks import check_layout
+from cuteforge.op.dims import Dims
 from cuteforge.op.readable import dense
 from cuteforge.op.road import Invocation, Road, Tensors
-from cuteforge.op.signature import Dims, Operand, Signature, TensorSpec
-from cuteforge.op.torch_library import call_op, check_layout, is_traced, refuse_grad
+from cuteforge.op.signature import Operand, Signature
+from cuteforge.op.tensor_spec import TensorSpec
+from cuteforge.op.torch_library import call_op
+from cuteforge.op.tracing import is_traced, refuse_grad
 from cuteforge.op.tuple_dict import TupleDict
 from cuteforge.runtime.arch import Arch
 from cuteforge.runtime.compile_cache import KernelKey

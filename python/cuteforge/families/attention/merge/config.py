@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import WARP
 
 ACCESS_BYTES = 16

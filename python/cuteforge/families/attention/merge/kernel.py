@@ -15,7 +15,7 @@ from cuteforge.device.math import NEG_INF, div_rn, exp_accurate, fma_rn, mul_rn,
 from cuteforge.device.traced import named_kernel
 from cuteforge.families.attention.merge.config import ACCESS_BYTES, MergeTraits
 from cuteforge.runtime.arch import WARP
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 @named_kernel("merge_state")

@@ -25,9 +25,11 @@ from cuteforge.families.csa.compressor.config import (
 )
 from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, ROWS, entry_names, given_of, signature_of
 from cuteforge.op.base import APIBase, Sample
+from cuteforge.op.dims import Dims
 from cuteforge.op.guards import ANY_SHAPE
 from cuteforge.op.operand_table import entry_operands
-from cuteforge.op.signature import Dims, Signature, TensorSpec
+from cuteforge.op.signature import Signature
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime.arch import Arch, resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.streams import Stream

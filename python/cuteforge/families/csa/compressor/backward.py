@@ -24,7 +24,7 @@ from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchan
 from cuteforge.families.csa.compressor.row_workers import NO_ROW, RowWorker, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
 from cuteforge.families.csa.compressor.zero_fill import Outputs, ZeroFill
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 @named_kernel("csa_compressor_backward")

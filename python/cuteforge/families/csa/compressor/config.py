@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cuteforge.errors import UnsupportedError
-from cuteforge.op.signature import ITEMSIZE
+from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import WARP, Arch
 
 MAX_RATIO = 256

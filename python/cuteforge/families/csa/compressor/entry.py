@@ -8,7 +8,7 @@ from cutlass.cute.runtime import make_fake_stream
 from cuteforge.device.fake_operands import FakeOperands
 from cuteforge.families.csa.compressor.config import Traits
 from cuteforge.families.csa.compressor.operands import entry_names, signature_of
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 def build_entry(kernel: Any, op: str) -> Build:

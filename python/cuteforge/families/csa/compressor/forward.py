@@ -15,7 +15,7 @@ from cuteforge.families.csa.compressor.operands import FORWARD, device_names
 from cuteforge.families.csa.compressor.pooling import Accurate, Fast, PartExchange, pool_part
 from cuteforge.families.csa.compressor.row_workers import RowWorker, launch_shape, row_plan
 from cuteforge.families.csa.compressor.window import WindowStream
-from cuteforge.runtime.compile_cache import Build
+from cuteforge.runtime.build import Build
 
 
 @named_kernel("csa_compressor_forward")

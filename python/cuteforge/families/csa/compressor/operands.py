@@ -13,8 +13,9 @@ import functools
 from collections.abc import Container
 from typing import NamedTuple
 
+from cuteforge.op.dims import Dims
 from cuteforge.op.operand_table import device_name
-from cuteforge.op.signature import Dims, Operand, Signature
+from cuteforge.op.signature import Operand, Signature
 
 FORWARD, BACKWARD = "csa_compressor_forward", "csa_compressor_backward"
 BOTH = frozenset((FORWARD, BACKWARD))

@@ -13,9 +13,11 @@ from cuteforge.errors import ContractError
 from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSACompressorForward
 from cuteforge.families.csa.compressor.checks import check_window, refuse_atomics_if_asked
 from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, inputs_of
+from cuteforge.op.checks import check_layout
 from cuteforge.op.replay import Recipe
-from cuteforge.op.road import Invocation, Road, Tensors
-from cuteforge.op.torch_library import asked_stream, call_op, check_layout, is_traced, needs_op, refuse_grad
+from cuteforge.op.road import Invocation, Road, Tensors, asked_stream
+from cuteforge.op.torch_library import call_op
+from cuteforge.op.tracing import is_traced, needs_op, refuse_grad
 
 _Tensor = torch.Tensor
 _CONTIGUOUS = torch.contiguous_format

@@ -15,7 +15,7 @@ from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, schema
 from cuteforge.families.csa.compressor.road import BACKWARD_ROAD, FORWARD_ROAD, row_count
 from cuteforge.op.readable import readable
 from cuteforge.op.road import Invocation
-from cuteforge.op.signature import TensorSpec
+from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.op.torch_library import register_op
 
 _FORWARD = f"{FORWARD}({schema_of(FORWARD)}, SymInt total_comp, int ratio, int coff) -> Tensor"

@@ -83,15 +83,18 @@ def csa_compressor_backward_wrapper(
     """Gradients of the compressor; see `CSACompressorBackward` for the operation and its numerics.
 
     Args:
-        kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, head_dim, coff, stream: as in `csa_compressor_forward_wrapper`.
+        kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, head_dim, coff, stream: as in
+        `csa_compressor_forward_wrapper`.
         grad_out: ``(N, d)``, dtype of kv; rows at or past ``cu_seqlens_comp[-1]`` are ignored.
         deterministic: False sums grad_ape with atomics instead of a workspace in a fixed order.
 
     Returns:
-        ``TupleDict(grad_kv=(T, coff*d), grad_score=(T, coff*d), grad_ape=(ratio, coff*d))``; the first two in the dtype of kv, the last fp32.
+        ``TupleDict(grad_kv=(T, coff*d), grad_score=(T, coff*d), grad_ape=(ratio, coff*d))``; the first two in the dtype
+        of kv, the last fp32.
 
     Raises:
-        ContractError, UnsupportedError: as the forward wrapper; also for an operand that requires grad in grad mode, since no graph is
+        ContractError, UnsupportedError: as the forward wrapper; also for an operand that requires grad in grad mode,
+        since no graph is
             recorded.
         RuntimeError: ``deterministic=False`` while torch asks for deterministic algorithms.
 

@@ -39,7 +39,10 @@ TITLES = {
     "csa": "CSA / HCA compressor",
 }
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-NO_RESULTS = "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, `python benchmarks/render_results.py` this section."
+NO_RESULTS = (
+    "No record yet: `python benchmarks/bench_{family}.py` on a GPU writes one, "
+    "`python benchmarks/render_results.py` this section."
+)
 HEADER, RULE = (
     ("case", "metric", "µs", "speed", "of ceiling", "beside it"),
     ("---", "---", "---:", "---:", "---:", "---"),
@@ -169,7 +172,8 @@ def render_report(report: Mapping[str, Any]) -> str:
     harness.check_report(report)
     ceilings, versions = report["ceilings"], report["versions"]
     facts = (
-        f"**{report['gpu']}**, driver {report['driver']}, {', '.join(f'{k} {v}' for k, v in versions.items())}, {report['date']}. "
+        f"**{report['gpu']}**, driver {report['driver']}, {', '.join(f'{k} {v}' for k, v in versions.items())}, "
+        f"{report['date']}. "
         f"Measured ceilings: copy {ceilings['copy_tbps']:.2f} TB/s, read {ceilings['read_tbps']:.2f} TB/s, "
         f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s, launch {ceilings['raw_launch_us']:.2f} µs."
     )

@@ -266,7 +266,7 @@ def _outputs_of_values(attn: Attention) -> torch.Tensor:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a ``.safetensors`` or ``.pt`` file, named as here; a checkpoint's ``model.`` in front is dropped."""
+    """The tensors of a ``.safetensors`` or ``.pt`` file, named as here, without a checkpoint's leading ``model.``."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 

@@ -73,6 +73,16 @@ class CudaBackend(AttentionBackend):
             raise
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts:
+        """The kernel of a call, on a GPU of `arch` that need not be here: its tile, its plan, and the reasons.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import attention, explain
+            >>> q = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta")
+            >>> k = v = torch.empty(1, 512, 8, 64, dtype=torch.bfloat16, device="meta")
+            >>> explain(attention, q, k, v, arch="sm_90a").kernel.kernel
+            'attention.forward.kernel'
+        """
         from cuteforge.families.attention.explain import describe
 
         try:

@@ -172,7 +172,15 @@ class AttentionBackend(ABC):
         return None
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts | None:
-        """What the backend runs for a call that it serves, on a GPU of `arch`; None where it does not say."""
+        """What the backend runs for a call that it serves, on a GPU of `arch`; None where it does not say.
+
+        Examples:
+            >>> import torch
+            >>> from cuteforge import attention, explain
+            >>> q = k = v = torch.empty(1, 16, 8, 64, dtype=torch.bfloat16, device="meta")
+            >>> explain(attention, q, k, v, arch="sm_90a", backend="torch_native").kernel is None
+            True
+        """
         return None
 
     def forward(

@@ -23,7 +23,8 @@ _SAMPLES: dict[str, Callable[[Spec], APIBase]] = {
     "gqa_decode": lambda spec: GQADecode(*[spec(1, 1, 1, 128)] * 4),
     "gqa_prefill": lambda spec: GQAPrefill(*[spec(1, 1, 1, 128)] * 4),
     "paged_gqa_decode": lambda spec: PagedGQADecode(
-        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(1, 1, 128), seqlens_k=spec(1, dtype="int32")
+        spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(1, 1, 128),
+        seqlens_k=spec(1, dtype="int32"),
     ),
     "paged_gqa_prefill": lambda spec: PagedGQAPrefill(
         spec(1, 1, 128), *[spec(1, 16, 1, 128)] * 2, spec(1, 1, dtype="int32"), spec(2, dtype="int32"), spec(1, 1, 128),

@@ -369,7 +369,7 @@ class APIBase:
             raise
 
     def _look_at(self, compiled: _Compiled, operands: tuple) -> None:
-        """Check operands that are like none before, as far as the compiled entry does not; remember them if it is time."""
+        """Check operands that are like none before, as far as the entry does not; remember them if it is time."""
         self._check_operands(operands)
         grad_enabled = _grad_enabled()
         for tensor in operands:
@@ -454,8 +454,9 @@ class APIBase:
                 raise ContractError(f"{name}: wanted a tensor with device memory, got a meta tensor")
             if x.requires_grad and grad_enabled:
                 raise ContractError(
-                    f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {type(self).__name__} "
-                    "records no graph: call it under torch.no_grad() or use the differentiable function of this op"
+                    f"{name}: wanted a tensor that does not require grad, got requires_grad=True; "
+                    f"{type(self).__name__} records no graph: call it under torch.no_grad() or use the differentiable "
+                    "function of this op"
                 )
 
     def _prepare_device(self, compiled: _Compiled, operands: tuple) -> tuple[int, ...]:

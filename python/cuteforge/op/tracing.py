@@ -64,8 +64,8 @@ def refuse_grad(names: Iterable[str], tensors: Iterable[Any], op_name: str) -> N
     for name, tensor in zip(names, tensors):
         if _grad_enabled() and getattr(tensor, "requires_grad", False):
             raise ContractError(
-                f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {op_name} records no graph: "
-                "call it under torch.no_grad()"
+                f"{name}: wanted a tensor that does not require grad, got requires_grad=True; {op_name} records no "
+                "graph: call it under torch.no_grad()"
             )
 
 

@@ -123,7 +123,12 @@ _DISK_CACHE_SIZE = Variable(
     2 * 1024**3,
     "limit of the disk cache; beyond it, the kernels used longest ago are removed",
 )
-_CACHE_SIZE = Variable("CUTEFORGE_CACHE_SIZE", "count", 256, "how many compiled kernels the process keeps in memory")
+_CACHE_SIZE = Variable(
+    "CUTEFORGE_CACHE_SIZE",
+    "count",
+    256,
+    "how many compiled kernels the process keeps in memory, and how many of the calls and ops that use them it remembers",
+)
 _FAST_LAUNCH = Variable("CUTEFORGE_FAST_LAUNCH", "flag", True, "0 runs the whole validation table before every launch")
 _CHECK = Variable(
     "CUTEFORGE_CHECK", "flag", False, "1 also checks offsets and indices at every launch, which waits for the GPU"

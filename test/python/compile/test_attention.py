@@ -130,8 +130,9 @@ def selected(arch_name):
 
     On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too;
     prefill at each head; each kind of keys, of masks and of queries once; each option by itself in prefill, all options
-    at once in both, with the splits of decode, whose second kernel is the same for all, at the widest head only. On the others what asks most
-    of the registers: the largest decode tiles and prefill with all options, at the model's head and at the widest.
+    at once in both, with the splits of decode, whose second kernel is the same for all, at the widest head only. On the
+    others what asks most of the registers: the largest decode tiles and prefill with all options, at the model's head
+    and at the widest.
     """
     every, tiles = every_case(arch_name), {}
     for option, traits in every:

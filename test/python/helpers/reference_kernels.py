@@ -60,7 +60,7 @@ def _let_policies_choose_kernels(monkeypatch) -> None:
     refusals, gpu = kernels.kernel_refusals, torch.device("cuda", 0)
     monkeypatch.setattr(kernels, "_check_toolchain", lambda device: None)
     for policy in (cuda, rotary, compressor):
-        monkeypatch.setattr(policy, "kernel_refusals", lambda device, sample: refusals(gpu, sample))
+        monkeypatch.setattr(policy, "kernel_refusals", lambda device, sample, target=None: refusals(gpu, sample))
 
 
 def launch_reference(key: KernelKey, args: tuple) -> None:

@@ -255,7 +255,8 @@ gc.collect()
 from cuteforge.families.csa import compressor
 table = torch.tensor([0, 8], dtype=torch.int32)
 tokens = torch.zeros(8, 4, requires_grad=True)
-torch.ops.cuteforge.csa_compressor_forward(tokens, tokens, torch.zeros(4, 4), table, table // 4, 2, 4, 2).sum().backward()
+out = torch.ops.cuteforge.csa_compressor_forward(tokens, tokens, torch.zeros(4, 4), table, table // 4, 2, 4, 2)
+out.sum().backward()
 assert tokens.grad is not None
 """
 

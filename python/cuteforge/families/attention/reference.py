@@ -104,7 +104,7 @@ def _keep(
 
 
 def _window(positions: torch.Tensor, cols: int, left: int | None, right: int | None) -> torch.Tensor | None:
-    """Which of `cols` keys queries at `positions` have in their window, ``(rows, cols)``; None where that has no limit."""
+    """Which of `cols` keys queries at `positions` have in their window, ``(rows, cols)``; None without a limit."""
     if left is None and right is None:
         return None
     distance = torch.arange(cols, device=positions.device) - positions[:, None]

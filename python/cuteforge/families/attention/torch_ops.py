@@ -36,7 +36,7 @@ def _invocation(op: type, names: tuple[str, ...], arguments: tuple) -> Invocatio
 
 
 def _run_on_cpu(op: type, call: Invocation) -> Results:
-    """The reference, after the checks of the kernel and of what the operands hold: a model meets its errors there too."""
+    """The reference, after the checks that the kernel makes, contents included: a model meets its errors there too."""
     options = call.options
     given = {name: x.to(torch.int32) if x.dtype is torch.int64 else x for name, x in call.inputs.items()}
     results = ROADS[op].new_results(call)

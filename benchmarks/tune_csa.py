@@ -49,9 +49,9 @@ class Candidate:
             self.operands = (*problem.inputs, problem.grad_out, *self.outputs, workspace)
 
     def __call__(self) -> None:
-        from cuteforge.runtime.streams import raw_stream
+        from cuteforge.runtime.streams import current_stream_handle
 
-        self.entry(*self.operands, self.num_ctas, raw_stream(0))
+        self.entry(*self.operands, self.num_ctas, current_stream_handle(0))
 
 
 def candidates(problem: bench_csa.Problem, direction: str, tiles: list[str]) -> dict[str, Candidate]:

@@ -70,7 +70,7 @@ def apply_rotary_emb(
         cos, sin, positions: fp32 ``(max_pos, rotary_dim/2)`` twice, and int32 or int64 ``(T,)`` or ``(B, L)``. A token
             whose position is not in the table becomes NaN.
         interleaved: pairs ``(2i, 2i+1)``, else ``(i, i + rotary_dim/2)``.
-        inverse: turn back.
+        inverse: rotate back.
         backend: ``"cuda"`` or ``"torch_native"``: use this one or raise. None: the one of CUTEFORGE_BACKEND, else the
             first that serves the call.
 

@@ -77,9 +77,9 @@ def _attend_fused(
     # comparisons of sizes, which are no plain bools under torch.compile: a branch makes them so
     is_grouped = True if q.shape[2] > k.shape[2] else False  # noqa: SIM210
     if visible is not None and is_grouped:
-        # The fused kernels that take masks know no groups, and without them all scores are held at once.
-        groups = q.shape[2] // k.shape[2]
-        k, v, is_grouped = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), False
+        # The fused kernels that take masks know no head groups, and without them all scores are held at once.
+        group_size = q.shape[2] // k.shape[2]
+        k, v, is_grouped = k.repeat_interleave(group_size, 2), v.repeat_interleave(group_size, 2), False
     by_head = [x.transpose(1, 2) for x in (q, k, v)]
     options = {"scale": scale, "enable_gqa": is_grouped}
     if visible is None:

@@ -58,8 +58,8 @@ def open_cache() -> DiskCache:
 
 def format_age(seconds: float) -> str:
     """E.g. "36 hours"."""
-    name, unit = next((pair for pair in _AGES if seconds >= 2 * pair[1]), _AGES[-1])
-    return f"{max(seconds, 0) / unit:.0f} {name}"
+    name, seconds_each = next((pair for pair in _AGES if seconds >= 2 * pair[1]), _AGES[-1])
+    return f"{max(seconds, 0) / seconds_each:.0f} {name}"
 
 
 def _list(cache: DiskCache) -> int:

@@ -115,8 +115,8 @@ def choose_configurations(
             )
         chosen = read_configurations(config)
         where = [f"config[{index}]" for index in range(len(chosen))]
-    for place, configuration in zip(where, chosen):
-        _check(place, configuration)
+    for name, configuration in zip(where, chosen):
+        _check(name, configuration)
     return chosen
 
 
@@ -190,14 +190,14 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
     console.print(table)
 
 
-def _check(place: str, configuration: Configuration) -> None:
+def _check(name: str, configuration: Configuration) -> None:
     """Refuse what is malformed before anything is compiled. What no kernel serves becomes a row of the table."""
     try:
         configuration.build_op().check_support()
     except UnsupportedError:
         pass
     except ContractError as error:
-        raise ContractError(f"{place}: {error}") from error
+        raise ContractError(f"{name}: {error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -27,7 +27,7 @@ _Tensor = torch.Tensor
 # Types without a dispatch of their own. Others are asked.
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _grad_enabled = torch.is_grad_enabled
-raw_stream = current_stream_query()
+current_handle = current_stream_query()
 _Op = TypeVar("_Op", bound="APIBase")
 Sample = torch.Tensor | TensorSpec
 """What an op class takes for each operand: a tensor, real, meta or fake, or a `TensorSpec`. Only shape, dtype, stride
@@ -396,7 +396,7 @@ class APIBase:
         if not env.launch_is_plain():
             self._check_on_request(operands)
         device = operands[0].get_device()
-        handle = raw_stream(device) if stream is None else stream_handle(stream, device)
+        handle = current_handle(device) if stream is None else stream_handle(stream, device)
         scalars = compiled.scalars[device]
         entry_of(compiled.kernel)(*self._arranged(operands), *scalars, *call_scalars, handle)
         count_writes(self._written(operands))
@@ -407,7 +407,7 @@ class APIBase:
         """How the compiled op is launched on a GPU on which it has been launched before."""
         compiled, names = self._compiled, self._entry_operands or self.signature.names
         scalars = compiled.scalars[device_index]
-        return Launcher(compiled.kernel.entry, names, self._as_bytes, scalars, device_index, raw_stream)
+        return Launcher(compiled.kernel.entry, names, self._as_bytes, scalars, device_index, current_handle)
 
     def _arranged(self, operands: tuple) -> tuple:
         """The operands as the compiled entry takes them."""
@@ -530,8 +530,8 @@ class APIBase:
 
 def _pick_written(signature: Signature) -> Callable[[tuple], tuple]:
     """A function from the operands to those a launch writes, scratch memory aside. It can be copied and pickled."""
-    places = [i for i, row in enumerate(signature.operands) if row.role in ("out", "update")]
-    return itemgetter(slice(places[0], places[0] + 1)) if len(places) == 1 else itemgetter(*places)
+    indices = [i for i, row in enumerate(signature.operands) if row.role in ("out", "update")]
+    return itemgetter(slice(indices[0], indices[0] + 1)) if len(indices) == 1 else itemgetter(*indices)
 
 
 def _device_index(values: Iterable[Any]) -> int | None:

@@ -19,12 +19,12 @@ class Launcher(NamedTuple):
     """A compiled entry on one GPU.
 
     Attributes:
-        entry: ``entry(*operands, *scalars, raw_stream)``.
+        entry: ``entry(*operands, *scalars, current_handle)``.
         operands: names of what the entry takes, in its order; None for one that the op does not have.
         as_bytes: names of those that it takes as bytes, since a compiled entry has no type for bools.
         scalars: the run-time scalars of the op there.
         device: the index of the GPU.
-        raw_stream: ``raw_stream(device)`` is the handle of torch's current stream.
+        current_handle: ``current_handle(device)`` is the handle of torch's current stream.
     """
 
     entry: Callable[..., None]
@@ -32,7 +32,7 @@ class Launcher(NamedTuple):
     as_bytes: frozenset[str]
     scalars: tuple
     device: int
-    raw_stream: Callable[[int], int]
+    current_handle: Callable[[int], int]
 
 
 class Result(NamedTuple):
@@ -109,7 +109,7 @@ class Replay(NamedTuple):
                 empty = here if current_device() == device else elsewhere
                 out = empty((length, out_1, out_2, ), (out_step_0, out_step_1, out_step_2, ), out_dtype)
                 k_out = empty((length, k_out_1, k_out_2, ), (k_out_step_0, k_out_step_1, k_out_step_2, ), k_out_dtype)
-                entry(x, out, k, k_out, None, cos, sin, positions, scalar_0, raw_stream(device))
+                entry(x, out, k, k_out, None, cos, sin, positions, scalar_0, current_handle(device))
                 return (out, k_out, )
         """
         given = [name or f"_{i}" for i, name in enumerate(self.recipe.given)]
@@ -135,7 +135,7 @@ class Replay(NamedTuple):
         here, elsewhere = ways_to_empty(recipe.device)
         scalars = {f"scalar_{i}": x for i, x in enumerate((*launcher.scalars, *(recipe.scalars or ())))}
         names = {
-            "entry": launcher.entry, "raw_stream": launcher.raw_stream, "device": launcher.device,
+            "entry": launcher.entry, "current_handle": launcher.current_handle, "device": launcher.device,
             "current_device": current_device, "here": here, "elsewhere": elsewhere, "count_writes": count_writes,
             "uint8": torch.uint8, **scalars,
         }  # fmt: skip
@@ -150,7 +150,7 @@ class Replay(NamedTuple):
             names |= numbers
         operands = [f"{name}.view(uint8)" if name in launcher.as_bytes else str(name) for name in launcher.operands]
         by_call = ["*scalars"] if recipe.scalars is None else []
-        lines.append(f"entry({', '.join((*operands, *scalars, *by_call))}, raw_stream(device))")
+        lines.append(f"entry({', '.join((*operands, *scalars, *by_call))}, current_handle(device))")
         if recipe.written:
             # does not raise, or the caller would launch again: the guard tells tensors of inference mode apart
             lines.append(f"count_writes({_tuple(recipe.written)})")

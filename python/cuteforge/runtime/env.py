@@ -37,8 +37,8 @@ def _parse_path(text: str) -> Path:
 
 
 def _parse_size(text: str) -> int:
-    number, unit = _SIZE.fullmatch(text.strip().lower()).groups()
-    size = int(float(number) * 1024 ** "bkmgt".index(unit or "b"))
+    found = _SIZE.fullmatch(text.strip().lower())
+    size = int(float(found[1]) * 1024 ** "bkmgt".index(found[2] or "b"))
     if size < 1:
         raise ValueError(text)
     return size

@@ -11,6 +11,6 @@ def store_results(results: Sequence[Any], address: Any) -> None:
     from cutlass import Int64, cute
 
     pointer = cute.make_ptr(Int64, address, cute.AddressSpace.generic, assumed_align=8)
-    told = cute.make_tensor(pointer, cute.make_layout(len(results)))
+    stored = cute.make_tensor(pointer, cute.make_layout(len(results)))
     for i, result in enumerate(results):
-        told[i] = Int64(result)
+        stored[i] = Int64(result)

@@ -60,7 +60,7 @@ def current_stream_query() -> Callable[[int], int]:
     return query or (lambda device_index: torch.cuda.current_stream(device_index).cuda_stream)
 
 
-def raw_stream(device_index: int) -> int:
+def current_stream_handle(device_index: int) -> int:
     """Raw handle of torch's current stream of GPU `device_index`."""
     return current_stream_query()(device_index)
 
@@ -77,7 +77,7 @@ def stream_handle(stream: Any, device_index: int) -> int:
         ContractError: none of these, or a stream of another GPU.
     """
     if stream is None:
-        return raw_stream(device_index)
+        return current_stream_handle(device_index)
     if isinstance(stream, numbers.Integral) and not isinstance(stream, bool):
         handle = int(stream)
     else:

@@ -613,8 +613,8 @@ class KVCache:
         """Write new entries of the page table."""
         if entries:
             columns = self._page_table.shape[1]
-            places, pages = self._upload([[e.row * columns + e.column for e in entries], [e.page for e in entries]])
-            self._page_table.view(-1).index_copy_(0, places, pages.int())
+            indices, pages = self._upload([[e.row * columns + e.column for e in entries], [e.page for e in entries]])
+            self._page_table.view(-1).index_copy_(0, indices, pages.int())
 
     def _upload(self, values: list[list[int]]) -> torch.Tensor:
         """int64 on the device."""

@@ -45,7 +45,7 @@ def pass_for_gpu(monkeypatch) -> None:
     """What a launch asks torch for: the GPU of a tensor, what it can do, and the current stream there."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(api_base, "raw_stream", lambda device: STREAM)
+    monkeypatch.setattr(api_base, "current_handle", lambda device: STREAM)
 
 
 def pass_for_gpu_in_tables(monkeypatch) -> None:
@@ -108,5 +108,5 @@ def stub_streams(monkeypatch) -> Callable[[], int]:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(api_base, "raw_stream", lambda device: handles[-1])
+    monkeypatch.setattr(api_base, "current_handle", lambda device: handles[-1])
     return lambda: handles[-1]

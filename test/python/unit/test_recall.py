@@ -92,7 +92,7 @@ def test_a_traceback_shows_the_line_that_was_written_out():
     with pytest.raises(ValueError, match="misaligned") as raised:
         run(call_of(Entry(ValueError("misaligned"))), tensors())
     shown = "".join(traceback.format_exception(raised.value))
-    assert "entry(q, k, v, out, scalar_0, scalar_1, scalar_2, raw_stream(device))" in shown
+    assert "entry(q, k, v, out, scalar_0, scalar_1, scalar_2, current_handle(device))" in shown
 
 
 SHAPES = [(2, 1, 4, 8), (2, None, 4, 8), (4, None), (None, 3), (None, 0, 2), (None,), (5,), ()]

@@ -24,7 +24,7 @@ def current(monkeypatch):
 
 def test_none_is_the_current_stream_of_that_gpu(current):
     assert streams.stream_handle(None, 1) == 1001
-    assert streams.raw_stream(0) == 1000
+    assert streams.current_stream_handle(0) == 1000
 
 
 def test_zero_is_the_default_stream_and_not_the_current_one(current):
@@ -58,7 +58,7 @@ def test_torch_without_the_raw_query_still_works(monkeypatch):
     streams.current_stream_query.cache_clear()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=500 + index))
-    assert streams.raw_stream(3) == 503
+    assert streams.current_stream_handle(3) == 503
     streams.current_stream_query.cache_clear()
 
 

@@ -76,7 +76,7 @@ class Problem:
             offsets = _offsets(use.lens_q)
             inputs = (reference.pack(q, offsets), *inputs[1:], offsets)
         move = {name: x.to(device) for name, x in tensors.items()}
-        return cls(use, *(tuple(x.to(device) for x in group) for group in (padded, inputs)), move)
+        return cls(use, *(tuple(x.to(device) for x in operands) for operands in (padded, inputs)), move)
 
     def attend(self, compute_dtype=torch.bfloat16, out_dtype=None) -> dict[str, torch.Tensor]:
         lens_q, lens_k = (torch.tensor(lens) for lens in (self.use.lens_q, self.use.lens_k))

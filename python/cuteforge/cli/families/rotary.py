@@ -125,9 +125,9 @@ def _make(
     heads = TensorSpec((*tokens, 1, head_dim), dtype, device=device)
     row = TensorSpec((1, pairs), "float32", device=device)
     table = TensorSpec((*tokens, pairs, 2), "float32", device=device) if positions is None else (row, row)
-    places = None if positions is None else TensorSpec(tokens, positions, device=device)
+    position_spec = None if positions is None else TensorSpec(tokens, positions, device=device)
     k = heads if keys else None
-    return RotaryEmbedding(heads, table, heads, places, k=k, k_out=k, interleaved=interleaved)
+    return RotaryEmbedding(heads, table, heads, position_spec, k=k, k_out=k, interleaved=interleaved)
 
 
 OPS = {"halves": functools.partial(_make, False), "interleaved": functools.partial(_make, True)}

@@ -72,7 +72,7 @@ class AttentionOp(APIBase):
 
     @property
     def _splits(self) -> bool:
-        """Whether several CTAs may share the keys of a unit, which takes a workspace."""
+        """Whether several CTAs may share the keys of a work tile, which takes a workspace."""
         return False
 
     def _select(self, problem: Problem, arch: Arch) -> Traits:

@@ -65,14 +65,14 @@ class ShapeCheck:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        places = {name: place for place, name in enumerate(names)}
-        self._cu_seqlens_q = places.get("cu_seqlens_q")
-        self._offsets = [places[name] for name in _OFFSETS if name in places]
-        by_request = ("seqlens_k", "page_table_rows") + (() if "page_table_rows" in places else ("page_table",))
+        indices = {name: index for index, name in enumerate(names)}
+        self._cu_seqlens_q = indices.get("cu_seqlens_q")
+        self._offsets = [indices[name] for name in _OFFSETS if name in indices]
+        by_request = ("seqlens_k", "page_table_rows") + (() if "page_table_rows" in indices else ("page_table",))
         # q has the requests of the lengths, where it has any: the entry compares them
-        self._by_request = [places[name] for name in by_request if name in places]
-        self._is_paged = "page_table" in places
-        self._mask = places.get("mask")
+        self._by_request = [indices[name] for name in by_request if name in indices]
+        self._is_paged = "page_table" in indices
+        self._mask = indices.get("mask")
 
     def __call__(self, operands: tuple) -> bool:
         try:
@@ -82,11 +82,11 @@ class ShapeCheck:
             batch = q[0] if self._cu_seqlens_q is None else operands[self._cu_seqlens_q].shape[0] - 1
             if batch < 0 or (self._is_paged and len(k) == 4 and k[1] < 1):
                 return False
-            for place in self._offsets:
-                if operands[place].shape[0] != batch + 1:
+            for index in self._offsets:
+                if operands[index].shape[0] != batch + 1:
                     return False
-            for place in self._by_request:
-                if operands[place].shape[0] != batch:
+            for index in self._by_request:
+                if operands[index].shape[0] != batch:
                     return False
             return self._mask is None or self._mask_agrees(operands[self._mask], q, k, batch)
         except (AttributeError, IndexError):

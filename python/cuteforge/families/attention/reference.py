@@ -39,7 +39,7 @@ def attend(
         lens_q, lens_k: ``(B,)`` valid tokens, all when None; negative counts as 0, more than there are as all. What
         lies past them is not
             read.
-        mask: bool, True = keep: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and
+        mask: bool, True = visible: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and
         columns that it lacks
             count as masked.
         sinks: ``(Hq,)``, a logit of each head that joins the denominators, lse included, and has no value.
@@ -71,8 +71,8 @@ def attend(
         for first in range(0, rows, step):
             run = slice(first, min(first + step, rows))
             positions = torch.arange(run.start, run.stop, device=q.device) + (cols - rows)
-            keep = _keep(mask, b, run, cols, _window(positions, cols, left, right))
-            scores = _scores(q[b, run].to(compute_dtype), keys, scale, softcap, keep)
+            visible = _visible(mask, b, run, cols, _window(positions, cols, left, right))
+            scores = _scores(q[b, run].to(compute_dtype), keys, scale, softcap, visible)
             part, lse[b, :, run] = _weigh(scores, values, sinks, lse_dtype)
             out[b, run] = part.to(out.dtype)
     return out, lse
@@ -93,14 +93,14 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1)
 
 
-def _keep(
+def _visible(
     mask: torch.Tensor | None, b: int, rows: slice, cols: int, window: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Which keys the queries `rows` of request `b` see: ``(1|Hq, 1|rows, cols)`` bool, or None for all."""
     if mask is None:
         return None if window is None else window[None]
-    keep = _mask_rows(mask, b, rows, cols)
-    return keep if window is None else keep & window
+    visible = _mask_rows(mask, b, rows, cols)
+    return visible if window is None else visible & window
 
 
 def _window(positions: torch.Tensor, cols: int, left: int | None, right: int | None) -> torch.Tensor | None:
@@ -123,12 +123,12 @@ def _mask_rows(mask: torch.Tensor, b: int, rows: slice, cols: int) -> torch.Tens
     given = mask[b if mask.shape[0] > 1 else 0, ..., :cols]
     has_rows = given.shape[1] != 1
     given = given[:, rows] if has_rows else given
-    keep = given.new_zeros(given.shape[0], rows.stop - rows.start if has_rows else 1, cols)
-    keep[:, : given.shape[1], : given.shape[2]] = given
-    return keep
+    visible = given.new_zeros(given.shape[0], rows.stop - rows.start if has_rows else 1, cols)
+    visible[:, : given.shape[1], : given.shape[2]] = given
+    return visible
 
 
-def _scores(q, keys, scale, softcap, keep) -> torch.Tensor:
+def _scores(q, keys, scale, softcap, visible) -> torch.Tensor:
     """``(Hq, rows, cols)`` of q ``(rows, Hq, D)`` with keys by head, -inf where they do not count."""
     rows, heads, d = q.shape
     # The queries of a group, one after the other, read one head.
@@ -136,7 +136,7 @@ def _scores(q, keys, scale, softcap, keep) -> torch.Tensor:
     scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores if keep is None else scores.masked_fill(~keep, -torch.inf)
+    return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
 
 def _weigh(scores, values, sinks, lse_dtype) -> tuple[torch.Tensor, torch.Tensor]:

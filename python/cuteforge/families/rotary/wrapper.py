@@ -28,7 +28,7 @@ def rotary_wrapper(
         freqs_cis: fp32 ``(T, rotary_dim/2, 2)`` or ``(B, L, rotary_dim/2, 2)``. Give either this or the next three.
         cos, sin, positions: fp32 ``(max_pos, rotary_dim/2)`` twice, and int32 or int64 ``(T,)`` or ``(B, L)``.
         interleaved: pairs ``(2i, 2i+1)``, else ``(i, i + rotary_dim/2)``.
-        inverse: turn back.
+        inverse: rotate back.
         out: None allocates it; `x` itself rotates in place.
         stream: where allocation, copies and launch happen, and the backward's. None is torch's current stream on x's
             device, and the only choice under torch.compile.

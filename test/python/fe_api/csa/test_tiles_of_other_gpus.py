@@ -11,7 +11,7 @@ from cuteforge.families.csa.compressor import config as tiles
 from cuteforge.families.csa.compressor import reference
 from cuteforge.runtime.arch import resolve_arch
 from cuteforge.runtime.compile_cache import KernelKey, load_kernel
-from cuteforge.runtime.streams import raw_stream
+from cuteforge.runtime.streams import current_stream_handle
 from helpers import csa
 from helpers.canary import Canary
 from helpers.packs import Pack
@@ -53,7 +53,7 @@ def test_forward(arch_name, config, device):
     x = some_rows(config, device)
     out = Canary((x.total_comp, x.head_dim), x.kv.dtype, device)
     entry, num_ctas, _ = entry_and_ctas(config, arch_name, backward=False)
-    entry(*x.tensors, out.tensor, num_ctas, raw_stream(device.index))
+    entry(*x.tensors, out.tensor, num_ctas, current_stream_handle(device.index))
     torch.cuda.synchronize()
     out.check("out")
     csa.check_forward(out.tensor, x)
@@ -66,7 +66,7 @@ def test_backward(arch_name, config, device):
     entry, num_ctas, workspace_bytes = entry_and_ctas(config, arch_name, backward=True)
     workspace = Canary((workspace_bytes,), torch.uint8, device)
     buffers = [grad.tensor for grad in grads]
-    entry(*x.tensors, x.grad_out, *buffers, workspace.tensor, num_ctas, raw_stream(device.index))
+    entry(*x.tensors, x.grad_out, *buffers, workspace.tensor, num_ctas, current_stream_handle(device.index))
     torch.cuda.synchronize()
     for name, grad in zip(reference.CompressorGrads._fields, grads, strict=True):
         grad.check(name)

@@ -1,8 +1,7 @@
 """What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared
 memory as reckoned.
 
-By default only the tiles at the ends of what registers have to hold are compiled, and each kind of code once
-(`selected`). `--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
+By default only the tiles that ask most of the registers are compiled, and each kind of code once (`selected`). `--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools
@@ -21,7 +20,8 @@ from helpers.attention_problems import problem_of
 
 FULL, REDUCED = "sm_90a", ("sm_80", "sm_89", "sm_100a", "sm_120a")
 ARCHS = (FULL, *REDUCED)
-MODEL_HEAD, WIDEST_HEAD = 128, 256
+WITH_DECODE = ("sm_80", "sm_120a")  # of those the ones with the most and with little shared memory
+MODEL_HEAD, PADDED_HEAD, WIDEST_HEAD = 128, 72, 256
 OPTION_HEADS = (64, MODEL_HEAD, WIDEST_HEAD)
 OPTIONS = {
     "window": {"has_left": True, "has_right": True},
@@ -126,31 +126,27 @@ def every_case(arch_name):
 
 
 def selected(arch_name):
-    """Of what every case holds, the ends of what registers have to hold, and each kind of code.
+    """Of what every case holds, what asks most of the registers, and each kind of code once.
 
-    On one architecture: the largest decode tile of each head, at the model's and the widest head the smallest too;
-    prefill at each head; each kind of keys, of masks and of queries once; each option by itself in prefill, all options
-    at once in both, with the splits of decode, whose second kernel is the same for all, at the widest head only. On the
-    others what asks most of the registers: the largest decode tiles and prefill with all options, at the model's head
-    and at the widest.
+    On one architecture: the largest decode tile of each head but the one of 64 columns, and the smallest with all
+    options, once with splits and once without; prefill at the heads that no other case has; each kind of keys, of
+    masks and of queries once; a window alone, as only it has a right end, and in prefill and decode all options at
+    once: the code of one is a part of that. The splits of decode add a second kernel, which is the same for all tiles
+    of a head. On the others prefill at the widest head with all options, and on two the largest decode tile.
     """
     every, tiles = every_case(arch_name), {}
     for option, traits in every:
         tiles.setdefault((option, traits.problem, is_decode(traits)), []).append(traits)
     for option, traits in every:
-        alike = tiles[option, traits.problem, is_decode(traits)]
-        is_end = traits == alike[-1] or (arch_name == FULL and _is_pivotal(traits) and traits == alike[0])
+        has_most_or_all = traits == tiles[option, traits.problem, is_decode(traits)][-1] or option == "all"
         is_wanted = _is_wanted if arch_name == FULL else _is_demanding_most
-        if (is_end or not is_decode(traits)) and is_wanted(option, traits):
-            yield option, traits
+        if (has_most_or_all or not is_decode(traits)) and is_wanted(option, traits):
+            if arch_name in (FULL, *WITH_DECODE) or not is_decode(traits):
+                yield option, traits
 
 
 def is_decode(traits):
     return traits.problem.queries != "packed" and traits.problem.mask_rank != 4
-
-
-def _is_pivotal(traits):
-    return traits.problem.head_dim in (MODEL_HEAD, WIDEST_HEAD)
 
 
 def _is_wanted(option, traits):
@@ -158,13 +154,12 @@ def _is_wanted(option, traits):
     head = problem.head_dim
     if not option:
         if is_decode(traits):
-            return True
-        # the widest head comes with masks, without and with all options
-        return (
-            head != WIDEST_HEAD if not problem.mask_rank else head == {2: MODEL_HEAD, 4: WIDEST_HEAD}[problem.mask_rank]
-        )
+            return head != OPTION_HEADS[0]
+        if problem.mask_rank:
+            return head == {2: MODEL_HEAD, 4: WIDEST_HEAD}[problem.mask_rank]
+        return head not in (MODEL_HEAD, WIDEST_HEAD)  # they come with masks and options
     if option != "all":
-        return head == MODEL_HEAD and not is_decode(traits)
+        return option == "window" and head == MODEL_HEAD and not is_decode(traits)
     if is_decode(traits):
         return head == (WIDEST_HEAD if traits.splits else MODEL_HEAD)
     return head == MODEL_HEAD or bool(problem.mask_rank)
@@ -172,23 +167,33 @@ def _is_wanted(option, traits):
 
 def _is_demanding_most(option, traits):
     if is_decode(traits):
-        return not option and _is_pivotal(traits)
-    return option == "all" and traits.problem.head_dim == (WIDEST_HEAD if traits.problem.mask_rank else MODEL_HEAD)
+        return not option and traits.problem.head_dim == WIDEST_HEAD
+    return option == "all" and traits.problem.mask_rank
 
 
-def test_selection_has_every_kind_on_every_architecture():
-    """Decode and prefill, the ends of the heads, splits, all options; the rest of what there is to compile on one."""
-    for arch_name in ARCHS:
-        every, chosen = every_case(arch_name), list(selected(arch_name))
-        assert set(chosen) <= set(every)
-        options = {(option, is_decode(traits)) for option, traits in chosen}
-        assert options >= {("", True), ("all", False)}
-        assert {MODEL_HEAD, WIDEST_HEAD} <= {traits.problem.head_dim for _, traits in chosen}
-        assert {bool(traits.splits) for _, traits in chosen} == {True, False}
+def option_facts(traits):
+    problem = traits.problem
+    return {name for name in ("has_left", "has_right", "has_softcap", "has_sinks", "causal") if getattr(problem, name)}
+
+
+def test_selection_has_every_kind_on_one_architecture_and_what_asks_most_on_each():
+    """Decode and prefill, the ends of the heads, a head that is padded, splits, and each option."""
     every, chosen = every_case(FULL), list(selected(FULL))
     for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
         assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, fact
-    assert {option for option, _ in chosen} == {"", *OPTIONS}
+    for decodes in (True, False):
+        kind = [(option, traits) for option, traits in chosen if is_decode(traits) == decodes]
+        heads = {traits.problem.head_dim for _, traits in kind}
+        assert heads >= {MODEL_HEAD, PADDED_HEAD, WIDEST_HEAD}
+        assert {traits.problem.head_dim for option, traits in kind if option == "all"} == {MODEL_HEAD, WIDEST_HEAD}
+    assert set.union(*(option_facts(t) for _, t in chosen)) == set.union(*(option_facts(t) for _, t in every))
+    assert {bool(traits.splits) for _, traits in chosen if is_decode(traits)} == {True, False}
+    for arch_name in REDUCED:
+        chosen = list(selected(arch_name))
+        assert set(chosen) <= set(every_case(arch_name))
+        assert {is_decode(traits) for _, traits in chosen} == ({True, False} if arch_name in WITH_DECODE else {False})
+        assert {traits.problem.head_dim for _, traits in chosen} == {WIDEST_HEAD}
+        assert {len(option_facts(t)) for option, t in chosen if not is_decode(t)} == {len(OPTIONS["all"])}
 
 
 def pytest_generate_tests(metafunc):
@@ -239,7 +244,7 @@ def products(traits):
 MERGES = [
     ("sm_90a", MergeTraits(dtype, d, queries))
     for dtype, d, queries in (("bfloat16", 128, "batch"), ("float16", 80, "packed"), ("float32", 256, "packed"))
-] + [(arch, MergeTraits("bfloat16", 128, "batch")) for arch in (REDUCED[0], REDUCED[-1])]
+] + [(arch, MergeTraits("bfloat16", 128, "batch")) for arch in REDUCED[:1]]
 
 
 @pytest.mark.parametrize(

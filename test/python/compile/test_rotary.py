@@ -17,10 +17,11 @@ def traits_of(problem, rank, has_keys, positions):
 
 
 # (traits, bytes of an access)
-EVERYWHERE = (
+MODELS = (
     (traits_of(MODEL, 3, True, "int64"), 16),
     (traits_of(Problem("bfloat16", 128, 128, interleaved=True), 4, False, None), 16),
 )
+# Each element size, way to pair, kind of angles and width of an access.
 ONCE = (
     (traits_of(Problem("float16", 192, 64, interleaved=False), 3, True, "int32"), 16),
     (traits_of(Problem("float32", 128, 128, interleaved=True), 3, True, "int32"), 16),

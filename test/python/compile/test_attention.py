@@ -1,7 +1,8 @@
 """What the compiler makes of the attention kernels: no spills, matrix instructions, the widest copies, and shared
 memory as reckoned.
 
-By default only the tiles that ask most of the registers are compiled, and each kind of code once (`selected`). `--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
+By default only the tiles that ask most of the registers are compiled, and each kind of code once (`selected`).
+`--full` compiles every tile that is selected for the heads below, with each option. Needs no GPU.
 """
 
 import itertools

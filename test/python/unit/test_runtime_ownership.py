@@ -167,9 +167,13 @@ def test_the_bytes_that_were_checked_are_loaded_whatever_becomes_of_the_files(ba
 # Other users.
 
 # Everything is imported, and both loaders are used, before the user is changed: the interpreter may be root's alone.
-AS_NOBODY = """
-import os, sys
-import torch
+NOBODY_TAKES_OVER = """
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+"""
+AS_NOBODY = f"""{process.WITHOUT_TORCH}
+import os
 from cuteforge.runtime import compile_cache, disk_cache
 from cuteforge.runtime.compile_cache import load_kernel, stats
 from helpers.tiny_traits import tiny_key
@@ -178,15 +182,16 @@ load_kernel(tiny_key(num_threads=991))
 compile_cache.clear()
 compile_cache._loaded.clear()
 del os.environ["CUTEFORGE_DISK_CACHE"]
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-"""
+{NOBODY_TAKES_OVER}"""
 
 
 def as_nobody(code: str, root: Path, home: Path) -> tuple[str, str]:
     """Standard output and error of `code` run as another user, with the tiny kernels imported."""
-    started = process.start(AS_NOBODY + code, CUTEFORGE_CACHE_DIR=root, HOME=home, XDG_CACHE_HOME=None)
+    return run_for(AS_NOBODY + code, root, home)
+
+
+def run_for(code: str, root: Path, home: Path) -> tuple[str, str]:
+    started = process.start(code, CUTEFORGE_CACHE_DIR=root, HOME=home, XDG_CACHE_HOME=None)
     out, err = started.communicate(timeout=180)
     assert started.returncode == 0, err
     return out, err
@@ -256,7 +261,13 @@ def test_without_a_home_new_kernels_stay_in_memory_with_one_line(base, monkeypat
     assert "Permission denied" in line
 
 
-REFUSE = "print(disk_cache.DiskCache(quiet=True).problem)"
+# Nothing is loaded, so there is no compiler to import first.
+REFUSE = f"""
+import os
+from cuteforge.runtime import disk_cache
+{NOBODY_TAKES_OVER}
+print(disk_cache.DiskCache(quiet=True).problem)
+"""
 
 
 @needs_root
@@ -271,7 +282,7 @@ REFUSE = "print(disk_cache.DiskCache(quiet=True).problem)"
     ],
 )
 def test_a_directory_is_of_this_user_or_of_root(base, uid, mode, sentence):
-    out, _ = as_nobody(REFUSE, owned(base / "cache", uid, mode), base)
+    out, _ = run_for(REFUSE, owned(base / "cache", uid, mode), base)
     assert sentence in out
 
 
@@ -279,7 +290,7 @@ def test_a_directory_is_of_this_user_or_of_root(base, uid, mode, sentence):
 def test_a_directory_above_that_is_another_users_is_refused(base):
     above = owned(base / "theirs", NOBODY - 1)
     root = owned(above / "cache", NOBODY)
-    out, _ = as_nobody(REFUSE, root, base)
+    out, _ = run_for(REFUSE, root, base)
     assert f"{above}, above {root}, belongs to user {NOBODY - 1}, who could exchange what is in it" in out
 
 

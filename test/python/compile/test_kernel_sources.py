@@ -11,7 +11,7 @@ from helpers.kernel_keys import kernel_keys
 # one would fail here. Each kernel gets a child of its own, forked when only the compiler is imported, which is what
 # takes longest.
 COMPILE = """
-import importlib, json, os, pickle, sys, types
+import gc, importlib, json, os, pickle, sys, types
 import cuteforge
 ROOT = os.path.dirname(cuteforge.__file__)
 for folder, _, files in os.walk(ROOT):
@@ -22,6 +22,7 @@ for folder, _, files in os.walk(ROOT):
 from cuteforge.runtime import cutlass_compat
 cutlass_compat.require_compiler()
 import tvm_ffi
+gc.freeze()  # or each child would go through it, and copy the pages that hold it
 for name, pickled in KEYS.items():
     child = os.fork()
     if child:

@@ -38,6 +38,8 @@ def _parse_path(text: str) -> Path:
 
 def _parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip().lower())
+    if found is None:
+        raise ValueError(text)
     size = int(float(found[1]) * 1024 ** "bkmgt".index(found[2] or "b"))
     if size < 1:
         raise ValueError(text)

@@ -137,14 +137,11 @@ def test_no_other_page_repeats_the_table_of_variables():
 
 
 PROSE_WIDTH = 120
-STILL_WIDE = {"docs/dev/naming.md"}  # to be rewritten
 
 
 @each_page
 def test_prose_is_at_most_120_columns_wide(page):
     """Tables, code, pictures and what a program wrote are as wide as they are."""
-    if page.relative_to(ROOT).as_posix() in STILL_WIDE:
-        return
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL)
     lines = [line for line in text.splitlines() if len(line) > PROSE_WIDTH]

@@ -123,13 +123,12 @@ def test_the_policy_serves_known_calls(device, served):
     for lengths in LENGTHS:
         (*tensors, cu_seqlens_comp), rows = inputs(device, *lengths)
         options = {"ratio": RATIO, "coff": COFF, "cu_seqlens_comp": cu_seqlens_comp}
-        got = compress(*tensors, **options, total_comp=rows).clone()
+        got, before = compress(*tensors, **options, total_comp=rows).clone(), len(served)
         for _ in range(2):
             assert torch.equal(compress(*tensors, **options, total_comp=rows), got)
-        before = len(served)
+        assert len(served) == before + 2
         # neither the number of rows nor their offsets are given
         assert torch.equal(compress(*tensors, **options), got) and torch.equal(compress(*tensors, ratio=RATIO), got)
         assert torch.equal(got, fresh(forward, (*tensors, cu_seqlens_comp), rows)["out"])
         eager = compress(*tensors, **options, total_comp=rows, backend="torch_native")
         torch.testing.assert_close(eager, got, atol=1e-2, rtol=1e-2)
-    assert before == 2 * len(LENGTHS)

@@ -88,7 +88,9 @@ def suite(tmp_path, monkeypatch):
     def run(*arguments: str) -> dict:
         plugin = recorder.Recorder(tmp_path / "record.json", tests=folder)
         with other_test_modules():
-            pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *arguments], plugins=[plugin])
+            # the plugin of unraisable exceptions collects garbage at its end: 1 s among the objects of a whole run
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-n", "0"]
+            pytest.main([*options, *arguments], plugins=[plugin])
         return json.loads((tmp_path / "record.json").read_text())["runs"][-1]
 
     return SimpleNamespace(folder=folder, run=run)

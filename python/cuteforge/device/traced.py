@@ -16,7 +16,7 @@ class TraceConstant:
 
 
 class Operands(TraceConstant):
-    """The tensors of a kernel as attributes: mQ, mPageTable and so on; None for those that the op does not have."""
+    """Gives a kernel its tensors as attributes: mQ, mPageTable and so on. One that the op does not have is None."""
 
     def __init__(self, names, given):
         for name, value in zip(names, given, strict=True):

@@ -14,7 +14,7 @@ from cuteforge.op.dims import Dims
 from cuteforge.op.guards import Varying
 from cuteforge.op.launch import bound_launch, count_writes, entry_of, translate_error
 from cuteforge.op.recall import Replays
-from cuteforge.op.replay import Launcher, Recipe, Replay
+from cuteforge.op.replay import Launcher, Recipe, Replay, Variation
 from cuteforge.op.signature import Signature
 from cuteforge.op.tensor_spec import TensorSpec
 from cuteforge.runtime import env
@@ -385,10 +385,9 @@ class APIBase:
                 self.signature.operands[i].check_steps(x.shape, x.stride(), x.itemsize)
         if compiled.replays.is_due() and not self._is_empty(operands):
             names = self.signature.names
-            recipe = Recipe(
-                names, scalars=None, written=self._written(names), returned=(), varying=self._varying,
-                agree=self._agree, agreeing=self._agreeing,
-            )  # fmt: skip
+            variation = Variation(varying=self._varying, agree=self._agree, agreeing=self._agreeing)
+            written = self._written(names)
+            recipe = Recipe(names, scalars=None, written=written, returned=(), variation=variation)
             compiled.replays.add(operands, Replay(self._launcher(device), recipe))
 
     def _launch_as_asked(self, compiled: _Compiled, operands: tuple, stream: Any, call_scalars: tuple) -> None:

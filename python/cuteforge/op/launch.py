@@ -44,9 +44,8 @@ def bound_launch(
 
     Args:
         kernel: the kernel.
-        tensors: CUDA tensors of one device, the first of them at least, and None for what the kernel does not have;
-        kept alive.
-            Their storage must not be moved or resized.
+        tensors: CUDA tensors of one device, and None for what the kernel does not have; the first is a tensor. They are
+            kept alive. Their storage must not be moved or resized.
         scalars: run-time scalars.
         stream: as in `streams.stream_handle`; None takes torch's current stream of the tensors' device at each call.
         written: tensors that each call counts as a write of.

@@ -44,6 +44,24 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Variation:
+    """How other calls may differ from one and still be served like it.
+
+    Attributes:
+        length_of: the length of a call, as the name of a tensor that is given and a dim; None where the caller says it.
+        growing: for a result that has the length as an extent, the dim that it is.
+        varying: by the name of a given tensor, what of it may vary; see `guards.Likeness`.
+        agree: whether extents that vary go together, as far as the entry does not say; asked of the tensors `agreeing`.
+    """
+
+    length_of: tuple[str, int] | None = None
+    growing: Mapping[str, int] = field(default_factory=dict)
+    varying: Mapping[str, Varying] = field(default_factory=dict)
+    agree: Callable[..., bool] | None = None
+    agreeing: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What holds for all calls of one kind, apart from the launcher.
 
@@ -52,23 +70,18 @@ class Recipe:
         results: the other operands, which are allocated.
         device: where.
         scalars: of the launch, after those of the op; None where each call brings its own.
-        length_of: the length of a call, as the name of a tensor that is given and a dim; None where the caller says it.
         written: names of the given tensors that are written, for torch's counts of versions.
         returned: names of what a call returns; None for its results.
-        varying: by the name of a given tensor, what of it may vary; see `guards.Likeness`.
-        agree: whether extents that vary go together, as far as the entry does not say; asked of the tensors `agreeing`.
+        variation: how the calls may differ.
     """
 
     given: Sequence[str | None]
     results: Sequence[Result] = ()
     device: torch.device = torch.device("cuda")
     scalars: tuple | None = ()
-    length_of: tuple[str, int] | None = None
     written: Sequence[str] = ()
     returned: Sequence[str] | None = None
-    varying: Mapping[str, Varying] = field(default_factory=dict)
-    agree: Callable[..., bool] | None = None
-    agreeing: Sequence[str] = ()
+    variation: Variation = Variation()
 
 
 Serve = Callable[..., tuple | None]
@@ -82,14 +95,15 @@ class Replay(NamedTuple):
 
     def reordered(self, given: Sequence[str | None], **varying: Varying) -> Replay:
         """The same for calls that are given their tensors in another order, and may vary otherwise in those named."""
-        recipe = self.recipe
-        return Replay(self.launcher, replace(recipe, given=given, varying={**recipe.varying, **varying}))
+        before = self.recipe.variation
+        variation = replace(before, varying={**before.varying, **varying})
+        return Replay(self.launcher, replace(self.recipe, given=given, variation=variation))
 
     def likeness(self, tensors: Sequence[Any]) -> Likeness:
         """How the tensors of other calls have to be like those of one."""
-        recipe = self.recipe
-        indices = [recipe.given.index(name) for name in recipe.agreeing]
-        return Likeness(tensors, [recipe.varying.get(name) for name in recipe.given], recipe.agree, indices)
+        given, variation = self.recipe.given, self.recipe.variation
+        indices = [given.index(name) for name in variation.agreeing]
+        return Likeness(tensors, [variation.varying.get(name) for name in given], variation.agree, indices)
 
     def written_out(self, tensors: Sequence[Any]) -> tuple[Serve, Callable[..., bool]]:
         """``serve(tensors, length=None, scalars=())`` for tensors like these, and ``is_alike(*tensors)``, as code:
@@ -140,8 +154,8 @@ class Replay(NamedTuple):
             "uint8": torch.uint8, **scalars,
         }  # fmt: skip
         lines = []
-        if recipe.results and recipe.length_of is not None:
-            lines.append("length = {}.shape[{}]".format(*recipe.length_of))
+        if recipe.results and recipe.variation.length_of is not None:
+            lines.append("length = {}.shape[{}]".format(*recipe.variation.length_of))
         if recipe.results:
             lines.append("empty = here if current_device() == device else elsewhere")
         for result in recipe.results:

@@ -19,7 +19,7 @@ from cuteforge.errors import ContractError
 from cuteforge.op import recall
 from cuteforge.op.base import APIBase
 from cuteforge.op.readable import readable
-from cuteforge.op.replay import Recipe, Replay, Result
+from cuteforge.op.replay import Recipe, Replay, Result, Variation
 from cuteforge.runtime import env
 from cuteforge.runtime.streams import Stream, is_capturing, record_streams, stream_context
 
@@ -96,16 +96,9 @@ class Road(ABC):
         """Names of inputs that are never copied, since the op writes them."""
         return ()
 
-    def recipe(self, op: Any, call: Invocation) -> Recipe | None:
-        """How far calls may differ from this one: `length_of`, `varying`, `agree` and `agreeing` of a recipe.
-
-        None where the call is not to be remembered.
-        """
-        return Recipe(())
-
-    def growing(self, op: Any, call: Invocation) -> dict[str, int]:
-        """For results whose extent is the length of the call, the dim that it is."""
-        return {}
+    def variation(self, op: Any, call: Invocation) -> Variation | None:
+        """How later calls may differ from this one and be served like it; None if it is not to be remembered."""
+        return Variation()
 
     # The road.
 
@@ -188,11 +181,11 @@ class Road(ABC):
 
     def _replay(self, op: Any, call: Invocation, results: Tensors, tensors: tuple) -> Replay | None:
         """The replay of calls like one that `op` has just served."""
-        recipe = self.recipe(op, call)
-        if recipe is None:
+        variation = self.variation(op, call)
+        if variation is None:
             return None
-        growing = self.growing(op, call)
-        new = [_result(name, x, growing.get(name)) for name, x in results.items() if name not in call.outputs]
+        allocated = {name: x for name, x in results.items() if name not in call.outputs}
+        new = [_result(name, x, variation.growing.get(name)) for name, x in allocated.items()]
         first = next(iter(results.values()))
         index = first.get_device()
         if "workspace" in op.signature.names:
@@ -200,11 +193,8 @@ class Road(ABC):
         names = (*self.inputs, *self.outputs)
         given = [None if x is None else name for name, x in zip(names, tensors)]
         written = (*self.kept_in_place(call), *call.outputs)
-        whole = replace(
-            recipe, given=given, results=new, device=first.device, scalars=self.scalars(op, call), written=written,
-            returned=tuple(results),
-        )  # fmt: skip
-        return Replay(op._launcher(index), whole)
+        scalars, returned = self.scalars(op, call), tuple(results)
+        return Replay(op._launcher(index), Recipe(given, new, first.device, scalars, written, returned, variation))
 
 
 def _result(name: str, x: torch.Tensor, growing: int | None) -> Result:

@@ -25,8 +25,7 @@ def needs_op(*tensors: Any) -> bool:
 
     Args:
         tensors: what the op can be differentiated for, the first of them known to be a tensor. Another that is none is
-        left
-            to be refused by name.
+            left to be refused by name.
     """
     if is_traced(tensors[0]):
         return True

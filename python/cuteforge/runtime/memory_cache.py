@@ -40,7 +40,7 @@ class MemoryCache:
         self.reset_counts()
 
     def reset_locks(self) -> None:
-        """New locks and no builds in flight: what a forked child needs, whose other threads are gone."""
+        """Forget locks and running builds. A forked child needs that: the threads that held them do not exist there."""
         self._lock = threading.Lock()
         self._in_flight: dict[Identity, Future[Kernel]] = {}
         # cute.compile keeps its state in process-wide singletons: two at once raise or return the other's code.

@@ -1,4 +1,4 @@
-"""Which source files a kernel is traced from, and their digest.
+"""Finds the source files that a kernel is traced from, and digests them.
 
 A trace executes the builder's module and what that imports, directly or not. These files decide the machine code; the
 others of the package do not. They are found from the text of the files: nothing is imported for it.

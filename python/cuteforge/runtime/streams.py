@@ -28,7 +28,7 @@ class _CudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 
-# A raw handle and the streams of cuda.bindings are numbers to a type checker.
+# Type checkers see a raw handle and the streams of cuda.bindings as numbers.
 Stream = _TorchStream | _CudaStream | SupportsInt
 """What an argument `stream` takes beside None: a `torch.cuda.Stream`, a CUstream or cudaStream_t of cuda.bindings, an
 object with

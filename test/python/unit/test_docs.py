@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -146,3 +147,43 @@ def test_prose_is_at_most_120_columns_wide(page):
     text = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL)
     lines = [line for line in text.splitlines() if len(line) > PROSE_WIDTH]
     assert [line for line in lines if not line.startswith(("|", "!["))] == []
+
+
+ARGUMENT = re.compile(r" {4}[\w`*, ]+( \(.*\))?:")
+HEADING = re.compile(r"(Args|Attributes|Raises|Returns|Examples):")
+
+
+def uneven_lines(docstring: str) -> list[str]:
+    """Lines that a change of width has left in the wrong column: of a description, and of a list of arguments."""
+    found, section, before = [], None, ""
+    for line in docstring.splitlines():
+        if heading := HEADING.match(line):
+            section = heading[1]
+        elif line and not line.startswith(" "):
+            section = None
+        elif re.match(r" {4}\S", line):
+            is_argument = section not in ("Args", "Attributes") or ARGUMENT.match(line)
+            follows_prose = section is None and before and not before.startswith(" ") and not before.endswith("::")
+            if not is_argument or follows_prose:
+                found.append(line.strip())
+        before = line
+    return found
+
+
+def test_docstrings_are_indented_as_they_are_read():
+    found = {}
+    for path in sorted((ROOT / "python" / "cuteforge").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (docstring := ast.get_docstring(node)):
+                if lines := uneven_lines(docstring):
+                    found[f"{path.name}: {node.name}"] = lines
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ["One line.\n    Too far in.", "Args:\n    x: first\n    part.", ">>> a\n    >>> b"],
+    ids=["description", "argument", "example"],
+)
+def test_a_line_in_the_wrong_column_is_noticed(docstring):
+    assert uneven_lines(docstring)

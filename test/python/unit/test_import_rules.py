@@ -16,7 +16,7 @@ LAYERS = (
     "arguments",
     "runtime",
     "device",
-    ("op.dims", "op.overlap"),
+    ("op.dims", "op.overlap", "op.relax"),
     "op.tensor_spec",
     "op.signature",
     "op.operand_table",

@@ -8,7 +8,7 @@ import torch
 
 from cuteforge.families.attention.operands import entry_operands
 from cuteforge.op import recall
-from cuteforge.op.replay import Launcher, Recipe, Replay, Result
+from cuteforge.op.replay import Launcher, Recipe, Replay, Result, Variation
 
 NAMES = ("q", "k", "v", "out", "mask")
 
@@ -38,9 +38,13 @@ def launcher(entry, operands=("q", "k", "v", "out"), as_bytes=()):
     return Launcher(entry, operands, frozenset(as_bytes), (132, 0), CPU.index, lambda device: 77)
 
 
+VARIATION = ("length_of", "varying", "agree", "agreeing")
+
+
 def replay_of(entry, operands=("q", "k", "v", "out"), given=("q", "k", "v"), results=None, **facts):
     results = [OUT] if results is None else results
-    return Replay(launcher(entry, operands), Recipe(given, results, CPU, **facts))
+    variation = Variation(**{name: facts.pop(name) for name in VARIATION if name in facts})
+    return Replay(launcher(entry, operands), Recipe(given, results, CPU, **facts, variation=variation))
 
 
 def tensors(keys=6):

@@ -37,16 +37,14 @@ def attend(
     Args:
         q, k, v: ``(B, L, Hq, D)``, ``(B, S, Hkv, D)``, ``(B, S, Hkv, Dv)``.
         lens_q, lens_k: ``(B,)`` valid tokens, all when None; negative counts as 0, more than there are as all. What
-        lies past them is not
-            read.
+            lies past them is not read.
         mask: bool, True = visible: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and
-        columns that it lacks
-            count as masked.
+            columns that it lacks count as masked.
         sinks: ``(Hq,)``, a logit of each head that joins the denominators, lse included, and has no value.
         causal: query i of request b sees key j only where ``j <= p``, ``p = i + lens_k[b] - lens_q[b]``.
         softmax_scale: None is ``D**-0.5``.
         window: (left, right): only where ``p - left <= j <= p + right``, None on a side is no limit; with causal right
-        is 0.
+            is 0.
         softcap: scores become ``softcap * tanh(score / softcap)``; None or 0: they do not.
         compute_dtype: arithmetic. The dtype of the inputs gives what eager code of that dtype computes.
         out_dtype: None is the dtype of q.
@@ -184,7 +182,7 @@ def gather_pages(
     Args:
         cache: ``(P, ps, Hkv, D)``, or ``(P, Hkv, D)``, which has pages of one token.
         page_table: ``(R, C)``; entries past the last page of a request are not read, others that are no page are read
-        as the nearest.
+            as the nearest.
         lens: ``(B,)`` tokens; negative counts as 0, more than C pages hold as those.
         page_table_rows: ``(B,)`` the table row of each request; None: request b uses row b.
     """

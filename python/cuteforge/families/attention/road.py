@@ -37,7 +37,7 @@ from cuteforge.families.attention.options import (
     checked_window,
 )
 from cuteforge.op.checks import check_layout
-from cuteforge.op.replay import Recipe
+from cuteforge.op.replay import Variation
 from cuteforge.op.road import Invocation, Road, Tensors
 from cuteforge.op.torch_library import call_op
 from cuteforge.op.tracing import is_traced, refuse_grad
@@ -180,34 +180,32 @@ class AttentionRoad(Road):
     def kept_in_place(self, call: Invocation) -> tuple[str, ...]:
         return POOLS if "new_k" in call.inputs else ()
 
-    def recipe(self, op: AttentionOp, call: Invocation) -> Recipe:
-        """Tokens and keys may differ, whose numbers the entry compares but for those of a mask. From one decode to the
-        next there is a key more."""
+    def variation(self, op: AttentionOp, call: Invocation) -> Variation:
+        """The number of tokens and of keys may differ: the entry compares them, but for those of a mask. From one
+        decode to the next there is a key more."""
         given = call.inputs
         tokens = _token_dim(given)
         has_mask = "mask" in given
         if call.outputs or (has_mask and tokens == 0):
-            return Recipe(())
+            return Variation()
         varying = {"k": tokens, "v": tokens} if "k" in given else {}
         if has_mask:
             varying["mask"] = given["mask"].dim() - 1
             if "k" not in given:
-                return Recipe((), varying=varying)
-            return Recipe((), varying=varying, agree=_mask_covers_keys, agreeing=("mask", "k"))
+                return Variation(varying=varying)
+            return Variation(varying=varying, agree=_mask_covers_keys, agreeing=("mask", "k"))
         if self.op in DECODE_OPS:
-            return Recipe((), varying=varying)
+            return Variation(varying=varying)
         # without tokens nothing is launched, and as many as another tile is better for are another call
         most = _most_elems_of_few_rows(given)
         least, most = (1, most) if given["q"].numel() <= most else (most + 1, math.inf)
-        return Recipe(
-            (), length_of=("q", tokens), varying={"q": tokens, **varying},
-            agree=lambda q: least <= q.numel() <= most, agreeing=("q",),
-        )  # fmt: skip
-
-    def growing(self, op: AttentionOp, call: Invocation) -> dict[str, int]:
-        if self.op in DECODE_OPS or "mask" in call.inputs or call.outputs:
-            return {}
-        return {"out": _token_dim(call.inputs), "lse": -1}
+        return Variation(
+            length_of=("q", tokens),
+            growing={"out": tokens, "lse": -1},
+            varying={"q": tokens, **varying},
+            agree=lambda q: least <= q.numel() <= most,
+            agreeing=("q",),
+        )
 
 
 def _token_dim(given: Tensors) -> int:

@@ -164,7 +164,7 @@ class RotaryEmbedding(APIBase):
             >>> from cuteforge import RotaryEmbedding, rotary_table
             >>> x = torch.randn(4, 32, 128, device="cuda", dtype=torch.bfloat16)
             >>> table = rotary_table(4096, 128, device="cuda")
-        >>> positions = torch.zeros(4, device="cuda", dtype=torch.int64)
+            >>> positions = torch.zeros(4, device="cuda", dtype=torch.int64)
             >>> out = torch.empty_like(x)
             >>> launch = RotaryEmbedding(x, table, out, positions).compile().bind(x, table, out, positions)
             >>> for _ in range(3):

@@ -18,8 +18,8 @@ MAX_HEAD_DIM = 1024  # a CTA has a thread for each access of a head
 class Tile:
     """How the work is cut; no choice changes a bit of the result.
 
-    A thread reads all that it rotates before it writes anything: `accesses_per_thread` are in flight at once, heads are
-        as many as they make.
+    A thread reads all that it rotates before it writes anything: `accesses_per_thread` are in flight at once, and a
+    thread has as many heads as they make.
     """
 
     # us for 131072 tokens of 32 + 8 heads on an H200, 64 and 128 threads: 641.5 and 640.1 of halves, 638.4 and 637.3 of

@@ -13,7 +13,7 @@ from cuteforge.errors import ContractError
 from cuteforge.families.rotary.api import RotaryEmbedding, direction, positions_not_wanted
 from cuteforge.op.checks import check_layout
 from cuteforge.op.readable import dense
-from cuteforge.op.replay import Recipe
+from cuteforge.op.replay import Variation
 from cuteforge.op.road import Invocation, Road, Tensors
 from cuteforge.op.torch_library import call_op
 from cuteforge.op.tracing import needs_op
@@ -97,13 +97,11 @@ class RotaryRoad(Road):
     def scalars(self, op: Any, call: Invocation) -> tuple:
         return direction(call.options[1])
 
-    def recipe(self, op: RotaryEmbedding, call: Invocation) -> Recipe:
+    def variation(self, op: RotaryEmbedding, call: Invocation) -> Variation:
         """Any number of tokens or batches. The shape of a result that is allocated is that of its heads."""
         new = [head for head, name in zip(self.heads, self.outputs) if name not in call.outputs]
-        return Recipe((), length_of=("x", 0), varying={**op._varying, **dict.fromkeys(new, 0)})
-
-    def growing(self, op: Any, call: Invocation) -> dict[str, int]:
-        return dict.fromkeys(self.outputs, 0)
+        varying = {**op._varying, **dict.fromkeys(new, 0)}
+        return Variation(length_of=("x", 0), growing=dict.fromkeys(self.outputs, 0), varying=varying)
 
     def launch(self, call: Invocation, key: Hashable = None, tensors: tuple = ()) -> tuple:
         try:

@@ -9,7 +9,7 @@ and take every `key_warps`-th tile of keys. Decode has many warps along the keys
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from cuteforge.errors import UnsupportedError
 from cuteforge.families.attention.keys.ring_shape import RingShape
 from cuteforge.families.attention.problem import Problem
 from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, max_ctas, why_not
+from cuteforge.op.relax import fewer, halved, relaxed
 from cuteforge.runtime.arch import Arch
 
 SMEM_ALIGNMENT = ALIGNMENT
@@ -116,7 +117,7 @@ class Traits(WorkTraits):
 
     @property
     def join_pitch(self) -> int:
-        """fp32 elements from row to row where the results of the key warps meet."""
+        """Row pitch, in fp32 elements, of the shared memory in which the key warps add up their results."""
         return self.problem.v_dim + 4
 
     @property
@@ -224,17 +225,5 @@ def _lacks_registers(problem: Problem, arch: Arch) -> bool:
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:
     """`tile`, then what takes less and less shared memory."""
-    while True:
-        yield tile
-        if tile.ctas_per_sm > 1:
-            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
-        elif tile.num_stages > 2:
-            tile = replace(tile, num_stages=tile.num_stages - 1)
-        elif tile.key_warps > 2:
-            tile = replace(tile, key_warps=tile.key_warps // 2)
-        elif tile.tile_n > 16:
-            tile = replace(tile, tile_n=tile.tile_n // 2)
-        elif tile.row_warps > 1:
-            tile = replace(tile, row_warps=tile.row_warps // 2)
-        else:
-            return
+    smaller = halved("key_warps", 2), halved("tile_n", 16), halved("row_warps")
+    return relaxed(tile, fewer("ctas_per_sm"), fewer("num_stages", 2), *smaller)

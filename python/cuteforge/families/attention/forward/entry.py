@@ -21,10 +21,12 @@ class Entry:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Args: arguments: the tensors of `operands.entry_rows()`, None for those that the op does not have; then the
-        CTAs that fill the GPU once; the most of
-            them that may share the keys of a work tile, 0 for any number; how many keys before and after its own a
-            query sees; the cap and the scale of the scores; the stream.
+        """Launch the kernels.
+
+        Args:
+            arguments: the tensors of `operands.entry_rows()`, None for those that the op does not have; then the CTAs
+                that fill the GPU once; the most of them that may share the keys of a work tile, 0 for any number; how
+                many keys before and after its own a query sees; the cap and the scale of the scores; the stream.
         """
         tensors, numbers = arguments[: len(DEVICE_NAMES)], arguments[len(DEVICE_NAMES) :]
         max_ctas, most_splits, left, right, softcap, scale, stream = numbers

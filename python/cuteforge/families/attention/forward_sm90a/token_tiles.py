@@ -91,7 +91,7 @@ class TileBoxes(TraceConstant):
         """Wait for a tile that has a tail, and zero it. Returns the phase of `loaded` after it.
 
         Later than the copy, so that what comes next is looked for while it is on its way: of 1024 requests of 32 keys
-            each one has a tail.
+        each one has a tail.
         """
         if tail.stage != NONE:
             cute.arch.mbarrier_wait(self.loaded, loaded_phase)
@@ -159,7 +159,7 @@ class TileRows(TraceConstant):
         return [(first, min(step, self.tile_n - first)) for first in range(0, self.tile_n, step)]
 
     def look_up(self, work: WorkTile, tile):
-        """Nothing: the rows are looked up when they are copied, beside the copies of the tile before."""
+        """Do nothing yet: the copy looks the rows up, while the tile before is still on its way."""
         return PageToken(Int32(0), Int32(0))
 
     @cute.jit

@@ -355,7 +355,7 @@ class CSACompressorBackward(_Compressor):
             >>> from cuteforge import CSACompressorBackward
             >>> kv, score = torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16)
             >>> ape = torch.zeros(4, 64, device="cuda")
-        >>> grad_out = torch.ones(2, 64, device="cuda", dtype=torch.bfloat16)
+            >>> grad_out = torch.ones(2, 64, device="cuda", dtype=torch.bfloat16)
             >>> cuts = torch.tensor([[0, 8], [0, 2]], device="cuda", dtype=torch.int32)
             >>> grads = torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
             >>> tensors = (kv, score, ape, *cuts, grad_out, *grads)

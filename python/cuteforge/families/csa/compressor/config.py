@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cuteforge.errors import UnsupportedError
+from cuteforge.op.relax import fewer, halved, relaxed
 from cuteforge.op.tensor_spec import ITEMSIZE
 from cuteforge.runtime.arch import WARP, Arch
 
@@ -231,15 +232,8 @@ def _cols_per_lane(problem: Problem, most: int) -> int:
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:
     """`tile`, then what takes less and less shared memory."""
-    while True:
-        yield tile
-        if tile.ctas_per_sm > 1:
-            tile = replace(tile, ctas_per_sm=tile.ctas_per_sm - 1)
-        elif tile.num_stages > 1:
-            tile = replace(tile, num_stages=tile.num_stages - 1)
-        elif tile.cols_per_lane > 1:
-            tile = replace(tile, cols_per_lane=tile.cols_per_lane // 2)
-        elif tile.split_window and tile.active_lanes == WARP:
-            tile = replace(tile, active_lanes=WARP // 2)
-        else:
-            return
+    return relaxed(tile, fewer("ctas_per_sm"), fewer("num_stages"), halved("cols_per_lane"), _half_the_lanes)
+
+
+def _half_the_lanes(tile: Tile) -> Tile | None:
+    return replace(tile, active_lanes=WARP // 2) if tile.split_window and tile.active_lanes == WARP else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from cuteforge.families.csa.compressor.api import CSACompressorBackward, CSAComp
 from cuteforge.families.csa.compressor.checks import check_window, refuse_atomics_if_asked
 from cuteforge.families.csa.compressor.operands import BACKWARD, FORWARD, inputs_of
 from cuteforge.op.checks import check_layout
-from cuteforge.op.replay import Recipe
+from cuteforge.op.replay import Variation
 from cuteforge.op.road import Invocation, Road, Tensors, asked_stream
 from cuteforge.op.torch_library import call_op
 from cuteforge.op.tracing import is_traced, needs_op, refuse_grad
@@ -36,6 +36,9 @@ class _CompressorRoad(Road):
     """What the roads of both directions share."""
 
     inputs = inputs_of(FORWARD)
+    # of a call, as in `op.replay.Variation`
+    length_of: tuple[str, int] | None = None
+    growing: Mapping[str, int]
 
     def are_exact(self, options: tuple) -> bool:
         # ratio, head_dim and coff
@@ -54,13 +57,15 @@ class _CompressorRoad(Road):
         kv = call.inputs["kv"]
         return (self, kv.dtype, kv.shape[1], call.options, kv.get_device())
 
-    def recipe(self, op: Any, call: Invocation) -> Recipe | None:
+    def variation(self, op: Any, call: Invocation) -> Variation | None:
         """Any number of tokens, segments and rows."""
-        return Recipe((), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
+        return Variation(self.length_of, self.growing, op._varying, op._agree, op._agreeing)
 
 
 class ForwardRoad(_CompressorRoad):
     """The length of a call is its number of output rows."""
+
+    growing = {"out": 0}
 
     def validate(self, tensors: tuple, options: tuple, length: int | None = None) -> Invocation:
         return Invocation(dict(zip(self.inputs, tensors)), options=checked_options(tensors[0], *options), length=length)
@@ -79,14 +84,13 @@ class ForwardRoad(_CompressorRoad):
     def make(self, call: Invocation, results: Tensors) -> CSACompressorForward:
         return CSACompressorForward(**call.inputs, **results, ratio=call.options.ratio, coff=call.options.coff)
 
-    def growing(self, op: Any, call: Invocation) -> dict[str, int]:
-        return {"out": 0}
-
 
 class BackwardRoad(_CompressorRoad):
     """The length of a call is its number of tokens."""
 
     inputs = inputs_of(BACKWARD)
+    length_of = ("kv", 0)
+    growing = {"grad_kv": 0, "grad_score": 0}
 
     def are_exact(self, options: tuple) -> bool:
         return super().are_exact(options) and type(options[3]) is bool
@@ -115,13 +119,9 @@ class BackwardRoad(_CompressorRoad):
             refuse_atomics_if_asked()
         return super().launch(call, key, tensors)
 
-    def recipe(self, op: Any, call: Invocation) -> Recipe | None:
-        if not call.options.deterministic:
-            return None  # whether atomics may be used is asked of torch at each call
-        return Recipe((), length_of=("kv", 0), varying=op._varying, agree=op._agree, agreeing=op._agreeing)
-
-    def growing(self, op: Any, call: Invocation) -> dict[str, int]:
-        return {"grad_kv": 0, "grad_score": 0}
+    def variation(self, op: Any, call: Invocation) -> Variation | None:
+        # whether atomics may be used is asked of torch at each call
+        return super().variation(op, call) if call.options.deterministic else None
 
 
 def checked_options(kv: Any, ratio: Any, head_dim: Any, coff: Any, deterministic: bool = True) -> Options:

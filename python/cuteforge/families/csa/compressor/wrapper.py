@@ -84,7 +84,7 @@ def csa_compressor_backward_wrapper(
 
     Args:
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, head_dim, coff, stream: as in
-        `csa_compressor_forward_wrapper`.
+            `csa_compressor_forward_wrapper`.
         grad_out: ``(N, d)``, dtype of kv; rows at or past ``cu_seqlens_comp[-1]`` are ignored.
         deterministic: False sums grad_ape with atomics instead of a workspace in a fixed order.
 

@@ -23,9 +23,8 @@ class ZeroFill(TraceConstant):
     """Finds the unconsumed (token, column half) pairs by token, one token a lane, and stores 0 there.
 
     A half is the columns that one window reads of a token: all of them for coff 1. For coff 2 the second half is read
-        by the token's own
-    block and the first half by the block after it. The rule is that of `RowWorker`: what a row consumes is never
-    filled.
+    by the token's own block and the first half by the block after it. The rule is that of `RowWorker`: what a row
+    consumes is never filled.
     """
 
     def __init__(self, rows: RowWorker, num_rows, outputs: Outputs):

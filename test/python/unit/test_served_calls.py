@@ -164,3 +164,35 @@ def test_a_served_call_hands_over_what_any_call_does(case, launches, monkeypatch
             given = any(x is tensor for tensor in tensors.values())
             assert (y is x) is given
         wrapper(**draw(24))
+
+
+INEXACT = {
+    "causal": lambda causal: cf.gqa_decode_wrapper(**heads(24), causal=causal),
+    "return_lse": lambda return_lse: cf.gqa_decode_wrapper(**heads(24), return_lse=return_lse),
+    "interleaved": lambda interleaved: cf.rotary_wrapper(floats(24, 4, D), **by_token(24), interleaved=interleaved),
+    "inverse": lambda inverse: cf.rotary_wrapper(floats(24, 4, D), **by_token(24), inverse=inverse),
+    "deterministic": lambda deterministic: cf.csa_compressor_backward_wrapper(
+        **compressor(24, grad_out=floats(5, D)), ratio=4, coff=2, deterministic=deterministic
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_a_number_that_equals_a_flag_is_refused_also_after_a_call_with_the_flag(name, launches):
+    """1 equals True and hashes like it, so the memory would find the call."""
+    for _ in range(3):
+        INEXACT[name](True)
+    launches.clear()
+    with pytest.raises(cf.ContractError, match=rf"^{name}: wanted"):
+        INEXACT[name](1)
+    assert not launches
+
+
+def test_a_flag_that_equals_a_size_is_refused_also_after_a_call_with_the_size(launches):
+    tensors = {**compressor(24), "ape": torch.zeros(1, 2 * D)}
+    for _ in range(3):
+        cf.csa_compressor_forward_wrapper(**tensors, ratio=1, coff=2, total_comp=5)
+    launches.clear()
+    with pytest.raises(cf.ContractError, match="^ratio: wanted"):
+        cf.csa_compressor_forward_wrapper(**tensors, ratio=True, coff=2, total_comp=5)
+    assert not launches

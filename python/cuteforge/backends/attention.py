@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cuteforge.arguments import finite, flag, integer
 from cuteforge.backends import registry
+from cuteforge.backends.checks import check_agreement
 from cuteforge.backends.interface import (
     AttentionBackend,
     AttentionCall,
@@ -106,11 +107,12 @@ def attention(
         if results is not None:
             return results[0]
     is_causal, scale, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
     if is_dynamo_compiling():
-        chosen, fwd = _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend)
+        chosen = _choose_traced(request, backend)
     else:
-        request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
-        chosen, fwd = _policy.choose(request, backend, registry.context_backend()), request.fwd
+        chosen = _policy.choose(request, backend, registry.context_backend())
+    fwd = request.fwd
     result = chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, **options)
     if known_as is not None:
         recall.remember(known_as, tensors, chosen.replay, q, k, v, attn_mask, is_causal, fwd, scale)
@@ -125,6 +127,7 @@ def explain_attention(
     options, target = _options(window, softcap, sinks), target_of(arch)
     is_causal, _, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
     request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
+    check_agreement(q, k, v, kv_cache, layer_id, attn_mask, sinks)
     if target is not None:
         request = request._replace(device=torch.device("cuda"), target=target)
     call = AttentionCall(q, k, v, kv_cache, layer_id, attn_mask, is_causal, request.fwd, options)
@@ -183,17 +186,15 @@ def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options) -> Request:
     )  # fmt: skip
 
 
-def _choose_traced(q, k, v, kv_cache, attn_mask, is_causal, fwd, options, backend) -> tuple[AttentionBackend, str]:
-    """The backend and `fwd` of a call that torch.compile traces: chosen once for a graph."""
+def _choose_traced(request: Request, backend: Any) -> AttentionBackend:
+    """The backend of a call that torch.compile traces: chosen once for a graph."""
     if isinstance(backend, AttentionBackend):
-        if missing := unserved_options(backend, options):
+        if missing := unserved_options(backend, request.options):
             raise UnsupportedError(f"attention: {backend.name}: {missing}")
-        return backend, find_fwd(q, kv_cache, fwd)
-    facts = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
-    sizes = constants(facts.head_dim, facts.v_dim, facts.num_heads, facts.num_kv_heads)
-    device, dtype = str(facts.device), str(facts.dtype)
-    name = _name_traced(device, dtype, sizes, *facts[6:], backend)
-    return registry.backends()[name], facts.fwd
+        return backend
+    sizes = constants(request.head_dim, request.v_dim, request.num_heads, request.num_kv_heads)
+    name = _name_traced(str(request.device), str(request.dtype), sizes, *request[6:], backend)
+    return registry.backends()[name]
 
 
 @constant_result

@@ -16,7 +16,8 @@ from cuteforge.op.checks import check_layout
 if TYPE_CHECKING:
     from cuteforge.runtime.arch import Arch
     from cuteforge.runtime.kernel_facts import KernelFacts
-    from cuteforge.serving.kv_cache import Batch, KVCache
+    from cuteforge.serving.batch import Batch
+    from cuteforge.serving.kv_cache import KVCache
 
 DECODE, PREFILL = "decode", "prefill"
 # What a call may ask for beyond plain attention, by the name of the argument.

@@ -6,63 +6,24 @@ Dims: ``P`` pages of ``ps`` tokens, ``Hkv`` KV heads, ``D`` and ``Dv`` head dims
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cuteforge.arguments import integer, integers
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.op.checks import check_layout, usable_device
+from cuteforge.op.checks import usable_device
 from cuteforge.op.tracing import refuse_grad
 from cuteforge.runtime.streams import is_capturing
+from cuteforge.serving.batch import Batch, BatchTensors
+from cuteforge.serving.kv_pool import KVPool
 from cuteforge.serving.page_allocator import CacheFull, PageAllocator, Request, TableEntry
 
 __all__ = ["Batch", "CacheFull", "KVCache"]
 
-_Tensor = torch.Tensor
 _MAX_INT32 = 2**31 - 1
 _MAX_PAGES = _MAX_INT32 - 1  # page numbers are int32, and page 0 is scratch
-_MAX_BYTES = 2**60  # of one allocation, far from where its size in bytes would wrap
-_SCRATCH_SLOT = 0  # the first one of the scratch page
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The step that a cache is bound to, as attention takes it. All tensors are views of the cache's own, which later
-    steps change in place.
-
-    Attributes:
-        page_table: ``(R, C)`` int32.
-        page_table_rows: ``(B,)`` int32, the row of each request.
-        seqlens_k: ``(B,)`` int32, tokens of each request, the new ones included; 0 for a padding row.
-        cu_seqlens_q: ``(B+1,)`` int32, where the new tokens of each request start among all; 0, 1, … in decode.
-        slots: ``(T,)`` int64, where in the flat pool ``(P*ps, Hkv, D)`` each new token goes; 0, in the scratch page,
-            for a padding row.
-        positions: ``(T,)`` int32, of each new token in its request; 0 for a padding row.
-        is_decode: one new token for each request.
-        max_new: the most new tokens of a request.
-
-    Examples:
-        >>> import torch
-        >>> from cuteforge import KVCache
-        >>> cache = KVCache(1, 2, 64, num_pages=8, max_seqlen=64, dtype=torch.float32, device="cpu")
-        >>> cache.bind_prefill([cache.add(), cache.add()], [3, 2])
-        >>> batch = cache.batch
-        >>> batch.seqlens_k.tolist(), batch.cu_seqlens_q.tolist(), batch.positions.tolist()
-        ([3, 2], [0, 3, 5], [0, 1, 2, 0, 1])
-    """
-
-    page_table: torch.Tensor
-    page_table_rows: torch.Tensor
-    seqlens_k: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    is_decode: bool
-    max_new: int
 
 
 class KVCache:
@@ -134,8 +95,12 @@ class KVCache:
         self._missing = 0
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self._allocate_pool(num_pages, num_kv_heads, dims, device)
-            self._allocate_metadata(num_pages)
+            self._pool = KVPool(self.num_layers, num_pages + 1, self.page_size, num_kv_heads, dims, self.dtype, device)
+            self.device = self._pool.device
+            # New tokens all have a place of their own in the pool, but for padding rows.
+            most_new = max(num_pages * self.page_size, self.max_requests)
+            columns = -(-self.max_seqlen // self.page_size)
+            self._tensors = BatchTensors(self.max_requests, columns, most_new, self.page_size, self.device)
         self._allocator = PageAllocator(num_pages, self.page_size, self.max_requests, self.max_seqlen)
 
     @classmethod
@@ -169,30 +134,6 @@ class KVCache:
         cache._allocator = PageAllocator(num_pages, **limits, owns_runs=True)
         return cache
 
-    def _allocate_pool(self, num_pages: int, num_kv_heads: int, dims: list[int], device: torch.device) -> None:
-        tokens = (num_pages + 1) * self.page_size
-        sizes = [self.num_layers * tokens * num_kv_heads * dim for dim in dims]
-        _check_bytes("num_pages", "a pool", sum(sizes) * self.dtype.itemsize)
-        memory = torch.empty(sum(sizes), dtype=self.dtype, device=device)
-        parts = memory[: sizes[0]], memory[sizes[0] :]
-        flat = [part.view(self.num_layers, tokens, num_kv_heads, dim) for part, dim in zip(parts, dims)]
-        # Views of each layer, made once: by slot (P*ps, Hkv, D), and by page.
-        self._flat_pools = [[pool[layer] for layer in range(self.num_layers)] for pool in flat]
-        self._pools = [[layer.unflatten(0, (-1, self.page_size)) for layer in pool] for pool in self._flat_pools]
-        self.device = memory.device
-
-    def _allocate_metadata(self, num_pages: int) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        rows, columns = self.max_requests, -(-self.max_seqlen // self.page_size)
-        _check_bytes("max_requests", "a page table", rows * columns * torch.int32.itemsize)
-        # New tokens all have a place of their own in the pool, but for padding rows.
-        most_new = max(num_pages * self.page_size, rows)
-        self._page_table = zeros(rows, columns)
-        self._rows, self._seqlens, self._cu_seqlens = zeros(rows), zeros(rows), zeros(rows + 1)
-        self._positions, self._slots = zeros(most_new), zeros(most_new, dtype=torch.int64)
-
     @property
     def num_free_pages(self) -> int:
         """Pages that no request holds; the scratch page does not count."""
@@ -208,7 +149,7 @@ class KVCache:
             >>> cache.k_pool(0).shape
             torch.Size([9, 16, 2, 64])
         """
-        return self._pools[0][self._checked_layer(layer)]
+        return self._pool.keys[self._checked_layer(layer)]
 
     def v_pool(self, layer: int) -> torch.Tensor:
         """Values of a layer, ``(P, ps, Hkv, Dv)``: a view of the pool.
@@ -221,7 +162,7 @@ class KVCache:
             >>> cache.v_pool(0).shape
             torch.Size([9, 16, 2, 128])
         """
-        return self._pools[1][self._checked_layer(layer)]
+        return self._pool.values[self._checked_layer(layer)]
 
     def _checked_layer(self, layer: Any) -> int:
         number = layer if type(layer) is int else integer("layer", layer)
@@ -407,17 +348,8 @@ class KVCache:
         if self._decode_key is None:
             raise RuntimeError("step: no decode is bound; call bind_decode first")
         self.keep_stored()
-        self._begin(self._bound, [1] * len(self._bound), self._advance)
-
-    def _advance(self, entries: list[TableEntry]) -> None:
-        """Count one more token for each request of the batch. `entries` are the pages that the table got for them."""
-        count = len(self._bound)
-        for counter in (self._seqlens, self._positions, self._slots):
-            counter[:count].add_(1)
-        if entries:
-            index_of_row = {request.row: i for i, request in enumerate(self._bound)}
-            starts = self._upload([[index_of_row[e.row] for e in entries], [e.page * self.page_size for e in entries]])
-            self._slots.index_copy_(0, *starts)
+        rows = [request.row for request in self._bound]
+        self._begin(self._bound, [1] * len(rows), lambda entries: self._tensors.advance(rows, entries))
 
     def rollback(self) -> None:
         """Undo the last bind: its requests have the tokens and pages that they had before, and nothing is bound.
@@ -535,21 +467,10 @@ class KVCache:
         """
         self._check_bound("append")
         layer, slots = self._checked_layer(layer), self.batch.slots
-        pools = [pools[layer] for pools in self._flat_pools]
-        for name, new, pool in zip("kv", (k, v), pools):
-            self._check_new(name, new, (len(slots), *pool.shape[1:]))
+        self._pool.check_new(len(slots), k, v)
         refuse_grad("kv", (k, v), "KVCache.append")
-        for new, pool in zip((k, v), pools):
-            pool.index_copy_(0, slots, new)
+        self._pool.store(layer, slots, k, v)
         self._mark(1 << layer)
-
-    def _check_new(self, name: str, new: Any, shape: tuple[int, ...]) -> None:
-        if not isinstance(new, torch.Tensor):
-            raise ContractError(f"{name}: wanted a torch.Tensor, got {type(new).__name__}")
-        check_layout(name, new)
-        wanted, got = (shape, self.dtype, self.device), (tuple(new.shape), new.dtype, new.device)
-        if got != wanted:
-            raise ContractError(f"{name}: wanted {_describe(*wanted)}, got {_describe(*got)}")
 
     def _find(self, numbers: list[int]) -> list[Request]:
         bound, seen = [], {}
@@ -566,7 +487,7 @@ class KVCache:
             raise RuntimeError("a cache is bound before a capture and before each replay, not under capture")
         entries = self._allocator.reserve(requests, counts)
         try:
-            self._list_pages(entries)
+            self._tensors.list_pages(entries)
             write(entries)
         except BaseException:
             self.rollback()
@@ -579,59 +500,13 @@ class KVCache:
         self._begin(bound, counts, lambda _: self._write(bound, counts, num_padding, is_decode))
 
     def _write(self, bound: list[Request], counts: list[int], num_padding: int, is_decode: bool) -> None:
-        num_rows, padding = len(bound) + num_padding, [0] * num_padding
-        # A padding row has a query, which sees no key: it takes a place among the new tokens.
-        offsets = list(itertools.accumulate([*counts, *[1] * num_padding], initial=0))
-        facts = ([r.row for r in bound] + padding, [r.num_tokens for r in bound] + padding, offsets)
-        buffers = (self._rows[:num_rows], self._seqlens[:num_rows], self._cu_seqlens[: num_rows + 1])
-        for buffer, values in zip(buffers, facts):
-            buffer.copy_(self._on_host(values, torch.int32), non_blocking=True)
-        tokens = self._positions[: offsets[-1]], self._slots[: offsets[-1]]
-        self._locate(*buffers, *tokens)
-        positions, slots = tokens
-        max_new = max(counts, default=min(num_padding, 1))
-        self.batch = Batch(self._page_table, *buffers, slots, positions, is_decode, max_new)
+        rows, seqlens = [request.row for request in bound], [request.num_tokens for request in bound]
+        self.batch = self._tensors.write(rows, seqlens, counts, num_padding, is_decode)
         self._bound = bound
-
-    def _locate(self, rows: _Tensor, seqlens: _Tensor, cu_seqlens: _Tensor, positions: _Tensor, slots: _Tensor) -> None:
-        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100
-        000 of a prefill."""
-        token = torch.arange(len(slots), dtype=torch.int32, device=self.device)
-        # The number of tokens is given: finding it would wait for the device.
-        request = torch.arange(len(rows), device=self.device).repeat_interleave(
-            cu_seqlens.diff(), output_size=len(slots)
-        )
-        # The last new token is the last one of its request. A padding row has none: -1.
-        position = seqlens[request] + token - cu_seqlens[request + 1]
-        is_padding = position < 0
-        position = position.clamp_(min=0)
-        page = self._page_table[rows[request], position // self.page_size].long()
-        positions.copy_(position)
-        slots.copy_((page * self.page_size + position % self.page_size).masked_fill_(is_padding, _SCRATCH_SLOT))
-
-    def _list_pages(self, entries: list[TableEntry]) -> None:
-        """Write new entries of the page table."""
-        if entries:
-            columns = self._page_table.shape[1]
-            indices, pages = self._upload([[e.row * columns + e.column for e in entries], [e.page for e in entries]])
-            self._page_table.view(-1).index_copy_(0, indices, pages.int())
-
-    def _upload(self, values: list[list[int]]) -> torch.Tensor:
-        """int64 on the device."""
-        return self._on_host(values, torch.int64).to(self.device, non_blocking=True)
-
-    def _on_host(self, values: list, dtype: torch.dtype) -> torch.Tensor:
-        """In pinned memory for a GPU, so that a copy does not wait; torch keeps the memory until the copy is done."""
-        return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 def _checked_sizes(sizes: dict[str, Any]) -> list[int]:
     return [integer(name, value, least=1, most=_MAX_INT32) for name, value in sizes.items()]
-
-
-def _check_bytes(name: str, what: str, num_bytes: int) -> None:
-    if num_bytes > _MAX_BYTES:
-        raise ContractError(f"{name}: wanted {what} of at most {_MAX_BYTES} bytes, got sizes that need {num_bytes}")
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype:
@@ -646,7 +521,3 @@ def _checked_device(device: Any) -> torch.device:
     if found.type == "meta":
         raise UnsupportedError("device: wanted one with memory, got meta")
     return found
-
-
-def _describe(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')} of shape {shape} on {device}"

@@ -453,7 +453,7 @@ def test_what_fails_while_a_bind_is_written_is_undone(monkeypatch):
     prefill(cache, dense, [a], [8])
     for bind in (lambda: cache.bind_decode([a]), lambda: cache.bind_prefill([a], [7])):
         with monkeypatch.context() as patched:
-            patched.setattr(cache, "_on_host", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(cache._tensors, "_on_host", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 bind()
         assert (cache.seqlen(a), cache.batch, cache.num_free_pages) == (8, None, LIMITS["num_pages"] - 2)

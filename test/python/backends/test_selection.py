@@ -317,3 +317,22 @@ def test_what_is_no_call_is_refused_by_name():
         attention(q, None, v)
     with pytest.raises(ContractError, match=r"q: wanted shape \(B, L, Hq, D\), got \(3, 6, 16\)"):
         attention(q[0], k, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    {
+        "q": [(1, 4, 8, 64), (1, 4, 3, 64), (1, 4, 3, 64)],
+        "k": [(1, 4, 8, 64), (2, 4, 2, 64), (2, 4, 2, 64)],
+        "v": [(1, 4, 8, 64), (1, 4, 2, 64), (1, 5, 2, 64)],
+    }.items(),
+)
+def test_explain_refuses_what_the_call_refuses_in_the_same_words(name, shapes):
+    """It used to choose a backend that then refused."""
+    tensors = [torch.randn(shape) for shape in shapes]
+    texts = []
+    for function in (cuteforge.attention, cuteforge.explain):
+        with pytest.raises(ContractError, match=f"^{name}: wanted") as refused:
+            function(*tensors)
+        texts.append(str(refused.value))
+    assert texts[0] == texts[1]

@@ -543,7 +543,8 @@ def test_a_model_whose_weights_require_grad_decodes_outside_of_no_grad():
 
 def test_only_torch_serves_a_gradient_over_a_cache_and_explain_says_why():
     cache, _, _ = with_history([2, 4, 0])
-    q, k, v = torch.ones(6, 2, 4, requires_grad=True), torch.ones(6, 1, 4), torch.ones(6, 1, 3)
+    q, k, v = (torch.ones(6, *shape, dtype=cache.dtype) for shape in ((2, 4), (1, 4), (1, 3)))
+    q.requires_grad_()
     refusals = {verdict.name: verdict.refusal for verdict in explain(q, k, v, cache).verdicts}
     assert "the kernels have no derivative" in refusals["cuda"]
     assert refusals["torch_native"] is None

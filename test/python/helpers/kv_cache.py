@@ -95,6 +95,7 @@ def snapshot(cache: KVCache) -> list[Any]:
     allocator, batch = cache._allocator, cache.batch
     lent = {n: {**vars(r), "pages": list(r.pages), "node": id(r.node)} for n, r in allocator._requests.items()}
     free = list(allocator._free_pages), list(allocator._free_rows), list(allocator._references)
-    tensors = cache._page_table, cache._rows, cache._seqlens, cache._cu_seqlens, cache._positions, cache._slots
+    tensors = [x for x in vars(cache._tensors).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 6  # the page table, and five of the batch
     bound = batch, list(cache._bound), cache._missing, None if batch is None else len(batch.slots)
     return [lent, free, set(allocator._prefixes._node_of), bound, [x.tolist() for x in tensors]]

@@ -298,9 +298,9 @@ CALLS: Mapping[str, Callable[[], Call]] = {
     "compress": lambda: of(cuteforge.compress, **compressor(), total_comp=2),
     "explain": lambda: of(
         cuteforge.explain,
-        lambda function, q, arch: cuteforge.explain(function, q, *list(dense().values())[1:], arch=arch),
+        lambda function, q, k, v, arch: cuteforge.explain(function, q, k, v, arch=arch),
         function="attention",
-        q=dense()["q"],
+        **dense(),
         arch=None,
     ),
     "is_available": lambda: of(cuteforge.is_available, name="rotary"),

@@ -51,8 +51,11 @@ def _digest_of_code(text: bytes) -> str:
 
 
 def _code(node: Any) -> Any:
-    """A syntax tree as tuples and lists, the same in every Python: fields that are empty, which newer ones have more
-    of, are left out."""
+    """A syntax tree as tuples and lists, the same in every Python: what is empty is left out, since newer ones have
+    more of it. 3.12 has an empty text after ``{n}`` in ``f"{x:<{n}}"``."""
+    if isinstance(node, ast.JoinedStr):
+        texts = [value for value in node.values if not (isinstance(value, ast.Constant) and value.value == "")]
+        node = ast.JoinedStr(texts)
     if isinstance(node, list):
         return [_code(item) for item in node if not _is_bare_text(item)]
     if not isinstance(node, ast.AST):

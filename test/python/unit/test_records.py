@@ -3,6 +3,7 @@ versions shows the records."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -295,6 +296,16 @@ def test_a_record_is_of_code_not_of_comments(tree, before, after, counts):
     state = gpu_record.digests(tree.sources)
     (tree.sources / "kernel.py").write_text(after)
     assert gpu_record.changed_since(state, tree.sources) == ["kernel.py"] * counts
+
+
+def test_a_digest_is_the_same_in_every_python():
+    """The GPU machine has another one, and a record was stale there for a file that had not changed."""
+    older, newer = (ast.parse('f"{x:<{n}}"') for _ in range(2))
+    spec = newer.body[0].value.values[0].format_spec.values
+    spec[:] = [spec[0], spec[1], ast.Constant("")]  # as in 3.12
+    assert gpu_record._code(older.body[0].value) == gpu_record._code(newer.body[0].value)
+    changed = ast.parse('f"{x:<{n} }"').body[0].value
+    assert gpu_record._code(older.body[0].value) != gpu_record._code(changed)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from cuteforge.cli import timing
+from cuteforge.cli import processes, timing
 from cuteforge.cli.console import open_console, track
 from cuteforge.cli.families import FAMILIES, Case, load
 from cuteforge.runtime import compile_cache
@@ -86,6 +88,7 @@ def _describe(console: Console, on_gpu: bool) -> None:
         )
 
 
+@functools.cache
 def _cases(device: str) -> list[Case]:
     return [case for family in FAMILIES for case in load(family).demo_cases(device)]
 
@@ -130,28 +133,42 @@ def _run_without_gpu(console: Console) -> bool:
 
 def _compile_all(console: Console, cases: Sequence[Case]) -> bool:
     """Compile every case for every architecture, print a row each; False if one did not compile."""
+    jobs = [(index, arch) for index in range(len(cases)) for arch in ARCHITECTURES]
+    count = processes.default_count()
+    # on one CPU there is nothing to gain, and a process takes seconds to start
+    done = (
+        processes.in_processes(compile_case, jobs, count) if count > 1 else ((job, compile_case(job)) for job in jobs)
+    )
+    cells, problems = {}, {}
+    for (index, arch), outcome in track(console, "compiling", done, len(jobs)):
+        cell, problem = outcome if isinstance(outcome, Compiled) else Compiled("FAILED", str(outcome))
+        cells[index, arch] = cell
+        if problem:
+            problems[index, arch] = problem
     table = Table("compiled", *ARCHITECTURES)
-    all_ok = True
-    jobs = [(case, arch) for case in cases for arch in ARCHITECTURES]
-    cells: list[str] = []
-    for case, arch in track(console, "compiling", jobs, len(jobs)):
-        ok, cell = _compile(console, case, arch)
-        all_ok = all_ok and ok
-        cells.append(cell)
-        if len(cells) == len(ARCHITECTURES):
-            table.add_row(case.name, *cells)
-            cells = []
+    for index, case in enumerate(cases):
+        table.add_row(case.name, *(cells[index, arch] for arch in ARCHITECTURES))
+    for index, arch in sorted(problems):
+        console.print(f"{cases[index].name} for {arch}: {problems[index, arch]}", markup=False)
     console.print(table)
-    return all_ok
+    return not problems
 
 
-def _compile(console: Console, case: Case, arch: str) -> tuple[bool, str]:
-    """(whether it compiled, seconds and where it came from)."""
+class Compiled(NamedTuple):
+    """What became of a compile: seconds and where the code came from, or that it failed and why."""
+
+    cell: str
+    problem: str = ""
+
+
+def compile_case(job: tuple[int, str]) -> Compiled:
+    """Compile a case, by its index, for an architecture."""
+    index, arch = job
+    case = _cases("cpu")[index]
     compiles, started = compile_cache.stats().compiles, time.perf_counter()
     try:
         case.compile_for(arch)
     except Exception as error:  # one architecture that fails must not hide the others
-        console.print(f"{case.name} for {arch}: {type(error).__name__}: {error}", markup=False)
-        return False, "FAILED"
+        return Compiled("FAILED", f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - started
-    return True, f"{seconds:.2f} s" + ("" if compile_cache.stats().compiles > compiles else " (cached)")
+    return Compiled(f"{seconds:.2f} s" + ("" if compile_cache.stats().compiles > compiles else " (cached)"))

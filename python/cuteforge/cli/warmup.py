@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +18,11 @@ from rich.text import Text
 from cuteforge.cli.cache import open_cache
 from cuteforge.cli.console import open_console, track
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
-from cuteforge.cli.worker import end_with_parent
+from cuteforge.cli.processes import default_count, in_processes
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import compile_cache, env
 from cuteforge.runtime.arch import resolve_arch
 
-MAX_DEFAULT_JOBS = 8  # a process takes 0.5 GB of memory
 STATUSES = ("compiled", "already there", "failed", "not stored")
 BAD_STATUSES = ("failed", "not stored")
 
@@ -85,7 +81,7 @@ def run(
     configurations = choose_configurations(family, config, head_dim, dtype)
     work = [Job(c, name, f"cuda:{index}") for name, index in targets.items() for c in configurations]
     started, console = time.perf_counter(), open_console()
-    outcomes = list(track(console, "compiling", compile_all(work, jobs or default_jobs()), len(work)))
+    outcomes = list(track(console, "compiling", compile_all(work, jobs or default_count()), len(work)))
     print_outcomes(console, sorted(outcomes, key=lambda outcome: work.index(outcome.job)))
     counts = ", ".join(f"{_count(outcomes, status)} {status}" for status in STATUSES)
     console.print(f"{counts}; {time.perf_counter() - started:.1f} s; {cache.root}", markup=False, soft_wrap=True)
@@ -137,31 +133,11 @@ def read_configurations(path: Path) -> list[Configuration]:
     ]
 
 
-def default_jobs() -> int:
-    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_JOBS)
-
-
 def compile_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Outcome]:
-    """Outcomes as they come, from fresh processes: a compiler keeps its state in singletons of its process."""
-    # Not forked: a child would inherit the parent's CUDA state.
-    context = multiprocessing.get_context("spawn")
-    num_processes = min(num_processes, max(len(jobs), 1))
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),))
-    try:
-        futures = {pool.submit(compile_job, job): job for job in jobs}
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except BrokenProcessPool as error:
-                yield Outcome(futures[future], "failed", reason=str(error))
-    except BaseException:
-        # Interrupted: what they compile now is wanted no more.
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    """Outcomes as they come."""
+    for job, outcome in in_processes(compile_job, jobs, num_processes):
+        is_lost = isinstance(outcome, BrokenProcessPool)
+        yield Outcome(job, "failed", reason=str(outcome)) if is_lost else outcome
 
 
 def compile_job(job: Job) -> Outcome:

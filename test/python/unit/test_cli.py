@@ -8,14 +8,16 @@ import math
 import os
 import sys
 import types
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 import torch
 
 from cuteforge.__main__ import main
-from cuteforge.cli import bench, demo, doctor, timing
+from cuteforge.cli import bench, demo, doctor, processes, timing
 from cuteforge.cli.commands import COMMANDS
+from cuteforge.cli.console import open_console
 from cuteforge.cli.families import FAMILIES, Case, attention, csa, load, rotary
 from cuteforge.errors import UnsupportedError
 from cuteforge.runtime import arch, compile_cache, cutlass_compat, disk_cache, env
@@ -40,6 +42,7 @@ def run_demo(monkeypatch, capsys, *cases, gpu=False):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
     monkeypatch.setattr(demo, "_cases", lambda device: list(cases))
+    monkeypatch.setattr(processes, "default_count", lambda: 1)  # another process would not have these cases
     status = main(["demo"])
     return status, capsys.readouterr().out
 
@@ -115,6 +118,23 @@ def test_demo_reports_an_architecture_that_does_not_compile_and_goes_on(monkeypa
     assert row.count("FAILED") == 1
 
 
+def test_demo_compiles_in_processes_of_their_own():
+    """One after another, all its kernels take 133 s on two slow CPUs. A case is found again by its index."""
+    index = next(i for i, found in enumerate(demo._cases("cpu")) if found.name == "rotary halves")
+    jobs = [(index, "sm_80"), (index, "sm_5")]
+    compiled, failed = (found for _, found in sorted(processes.in_processes(demo.compile_case, jobs, 2))[::-1])
+    assert compiled.problem == "" and compiled.cell.split()[1] == "s"
+    assert failed.cell == "FAILED" and "sm_5" in failed.problem
+
+
+def test_demo_says_so_when_a_process_dies(monkeypatch, capsys):
+    lost = lambda function, jobs, count: ((job, BrokenProcessPool("killed")) for job in jobs)  # noqa: E731
+    monkeypatch.setattr(processes, "in_processes", lost)
+    monkeypatch.setattr(processes, "default_count", lambda: 2)
+    assert not demo._compile_all(open_console(), [case()])
+    assert "toy forward for sm_80: killed" in capsys.readouterr().out
+
+
 def test_demo_on_a_gpu_shows_time_and_share_of_the_copy_ceiling(monkeypatch, capsys):
     monkeypatch.setattr(timing, "copy_tbps", lambda: 4.0)
     monkeypatch.setattr(timing, "median_us", lambda launch: 2.0)
@@ -178,6 +198,7 @@ def test_demo_checks_every_family_here_and_compiles_what_it_names(monkeypatch, t
     monkeypatch.setattr(rotary, "MAX_POS", 9000)
     monkeypatch.setattr(attention, "USES", SMALL_ATTENTION)
     monkeypatch.setattr(demo, "ARCHITECTURES", ("sm_90a",))
+    monkeypatch.setattr(processes, "default_count", lambda: 1)
     compile_cache.clear()
     try:
         status, text = main(["demo"]), capsys.readouterr().out

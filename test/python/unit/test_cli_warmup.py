@@ -15,7 +15,7 @@ import pytest
 
 from cuteforge import GQAPrefill, PagedGQADecode, RotaryEmbedding, TensorSpec
 from cuteforge.__main__ import main
-from cuteforge.cli import warmup
+from cuteforge.cli import processes, warmup
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
 from cuteforge.cli.families.attention import MANY_TOKENS
 from cuteforge.errors import ContractError, UnsupportedError
@@ -208,13 +208,13 @@ def test_a_process_that_dies_fails_its_jobs_only_by_name(monkeypatch):
 
         def submit(self, function, job):
             future = Future()
-            future.set_exception(warmup.BrokenProcessPool("a process died"))
+            future.set_exception(processes.BrokenProcessPool("a process died"))
             return future
 
         def shutdown(self, cancel_futures):
             assert cancel_futures
 
-    monkeypatch.setattr(warmup, "ProcessPoolExecutor", DeadPool)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", DeadPool)
     job = warmup.Job(Configuration("rotary", "halves", ROTARY), "sm_90a", "cuda:0")
     (outcome,) = warmup.compile_all([job], 1)
     assert (outcome.status, outcome.reason) == ("failed", "a process died")

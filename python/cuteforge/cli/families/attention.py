@@ -39,7 +39,7 @@ class Use:
 _DECODE_LENGTHS = (4099, 0, 1, 16, 17, 2500)
 USES = {
     "attention decode": Use(GQADecode, (1,) * len(_DECODE_LENGTHS), _DECODE_LENGTHS),
-    "attention prefill, causal": Use(GQAPrefill, (511, 511), (700, 700)),
+    "attention prefill, causal": Use(GQAPrefill, (255, 255), (390, 390)),
     "paged decode": Use(PagedGQADecode, (1,) * len(_DECODE_LENGTHS), _DECODE_LENGTHS),
     # New keys only, three tokens after a long context, no query, one key before.
     "paged prefill, causal": Use(PagedGQAPrefill, (257, 3, 0, 130), (257, 1500, 40, 131)),

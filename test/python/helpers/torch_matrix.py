@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("render", help="write the table of docs/support.md from the records")
-    running = commands.add_parser("run", help="run the suite with a version of torch, record it, render")
+    running = commands.add_parser("run", help="run the suite with a version of torch and record it")
     running.add_argument("version", help="the torch to test with, as 2.11.0; what follows goes to pytest")
     running.add_argument("--python", type=Path, help="the Python of an environment that has it (default: make one)")
     running.add_argument("--record", type=Path, default=RECORD)
@@ -117,9 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         render()
         return 0
     with tempfile.TemporaryDirectory(prefix="cuteforge-torch-") as folder:
-        status = run(args.version, args.python or make_environment(args.version, Path(folder)), args.record, rest)
-    render()
-    return status
+        return run(args.version, args.python or make_environment(args.version, Path(folder)), args.record, rest)
 
 
 if __name__ == "__main__":

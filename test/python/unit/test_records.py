@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -111,6 +112,17 @@ def test_the_whole_suite_is_a_pass(suite, arguments):
     assert (run["processes"], run["exit_status"], run["changed_while_running"]) == (1, 0, False)
     assert run["versions"]["pytest"] == pytest.__version__
     assert {"torch", "transformers", "nvidia-cutlass-dsl"} <= set(run["versions"])
+
+
+def test_a_run_that_changes_the_committed_record_brings_the_page_up_to_date(suite, tmp_path, monkeypatch):
+    """Else the second of two runs in a row fails: a test compares the page with the record."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- torch: begin -->\n<!-- torch: end -->\n")
+    paths = {"PAGE": page, "RECORD": tmp_path / "torch.json", "GPU_RECORD": tmp_path / "record.json"}
+    for name, path in paths.items():
+        monkeypatch.setattr(torch_matrix, name, path)
+    suite.run()
+    assert f"| {importlib.metadata.version('torch')} |" in page.read_text()
 
 
 def test_failures_are_named_and_no_pass(suite):

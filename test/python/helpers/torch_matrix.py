@@ -96,7 +96,7 @@ def run(version: str, python: Path, record: Path, arguments: list[str]) -> int:
     found = torch_of(python)
     if found.split("+")[0] != version:
         raise SystemExit(f"--python: wanted an environment with torch {version}, got {found} in {python}")
-    command = [str(python), "-m", "pytest", "test/python", "--torch-record", str(record.resolve()), *arguments]
+    command = [str(python), "-m", "pytest", "test/python", f"--torch-record={record.resolve()}", *arguments]
     paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode

@@ -393,6 +393,17 @@ def test_an_environment_with_another_torch_is_refused_before_anything_runs(monke
         torch_matrix.run("2.11.0", tmp_path / "python", tmp_path / "record.json", [])
 
 
+def test_the_record_is_named_as_pytest_takes_a_file_that_exists(monkeypatch, tmp_path):
+    """After a space, pytest takes it for one more path with tests, and does not find its settings."""
+    ran = []
+    monkeypatch.setattr(torch_matrix, "torch_of", lambda python: "2.11.0")
+    monkeypatch.setattr(
+        torch_matrix.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=0)
+    )
+    torch_matrix.run("2.11.0", tmp_path / "python", record := tmp_path / "record.json", ["-x"])
+    assert ran[0][1:] == ["-m", "pytest", "test/python", f"--torch-record={record}", "-x"]
+
+
 def test_floors_are_those_of_the_project():
     assert floor.floor_of("transformers").count(".") >= 1
     with pytest.raises(ValueError, match="unpack"):

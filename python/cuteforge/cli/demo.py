@@ -135,14 +135,13 @@ def _compile_all(console: Console, cases: Sequence[Case]) -> bool:
     """Compile every case for every architecture, print a row each; False if one did not compile."""
     jobs = [(index, arch) for index in range(len(cases)) for arch in ARCHITECTURES]
     count = processes.default_count()
-    # on one CPU there is nothing to gain, and a process takes seconds to start
-    done = (
-        processes.in_processes(compile_case, jobs, count) if count > 1 else ((job, compile_case(job)) for job in jobs)
-    )
+    if count > 1:
+        done = processes.in_processes(compile_case, jobs, count)
+    else:  # there is nothing to gain, and a process takes seconds to start
+        done = ((job, compile_case(job)) for job in jobs)
     cells, problems = {}, {}
     for (index, arch), outcome in track(console, "compiling", done, len(jobs)):
-        cell, problem = outcome if isinstance(outcome, Compiled) else Compiled("FAILED", str(outcome))
-        cells[index, arch] = cell
+        cells[index, arch], problem = outcome if isinstance(outcome, Compiled) else _failed(outcome)
         if problem:
             problems[index, arch] = problem
     table = Table("compiled", *ARCHITECTURES)
@@ -169,6 +168,10 @@ def compile_case(job: tuple[int, str]) -> Compiled:
     try:
         case.compile_for(arch)
     except Exception as error:  # one architecture that fails must not hide the others
-        return Compiled("FAILED", f"{type(error).__name__}: {error}")
+        return _failed(error)
     seconds = time.perf_counter() - started
     return Compiled(f"{seconds:.2f} s" + ("" if compile_cache.stats().compiles > compiles else " (cached)"))
+
+
+def _failed(error: Exception) -> Compiled:
+    return Compiled("FAILED", f"{type(error).__name__}: {error}")

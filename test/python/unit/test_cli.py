@@ -132,7 +132,7 @@ def test_demo_says_so_when_a_process_dies(monkeypatch, capsys):
     monkeypatch.setattr(processes, "in_processes", lost)
     monkeypatch.setattr(processes, "default_count", lambda: 2)
     assert not demo._compile_all(open_console(), [case()])
-    assert "toy forward for sm_80: killed" in capsys.readouterr().out
+    assert "toy forward for sm_80: BrokenProcessPool: killed" in capsys.readouterr().out
 
 
 def test_demo_on_a_gpu_shows_time_and_share_of_the_copy_ceiling(monkeypatch, capsys):

@@ -27,8 +27,8 @@ def in_processes(
     singletons of its process. A job whose process died comes with the error that says so.
 
     Args:
-        function: of a module.
-        count: of processes.
+        function: one that another process can import by its name.
+        count: the most processes at a time.
     """
     # Not forked: a child would inherit the parent's CUDA state.
     context = multiprocessing.get_context("spawn")

@@ -78,7 +78,8 @@ class BatchTensors:
         """A batch of the requests in the rows of the page table, padding rows after them.
 
         Args:
-            rows, seqlens: of each request; its new tokens count.
+            rows: of the requests.
+            seqlens: tokens of each request, the new ones included.
             counts: new tokens of each request.
         """
         num_rows, padding = len(rows) + num_padding, [0] * num_padding
@@ -115,8 +116,8 @@ class BatchTensors:
             self._page_table.view(-1).index_copy_(0, indices, pages.int())
 
     def _locate(self, batch: Batch) -> None:
-        """Write where the new tokens are, in their requests and in the flat pool: on the device, as there may be 100
-        000 of a prefill."""
+        """Write where the new tokens are, in their requests and in the flat pool. On the device, since a prefill may
+        bring 100,000 of them."""
         num_rows, num_tokens = len(batch.page_table_rows), len(batch.slots)
         token = torch.arange(num_tokens, dtype=torch.int32, device=self._device)
         # The number of tokens is given: finding it would wait for the device.

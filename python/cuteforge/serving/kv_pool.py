@@ -18,11 +18,11 @@ class KVPool:
     Args:
         num_layers, num_pages, page_size, num_kv_heads: extents.
         dims: head dims of keys and of values.
-        dtype, device: as of a tensor.
+        dtype, device: of the memory.
 
     Attributes:
         keys, values: of each layer, ``(num_pages, page_size, num_kv_heads, dim)``: views.
-        device: as torch names that of the tensors.
+        device: of the memory, with its index.
     """
 
     def __init__(

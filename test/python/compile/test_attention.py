@@ -178,7 +178,7 @@ def option_facts(traits):
 
 
 def test_selection_has_every_kind_on_one_architecture_and_what_asks_most_on_each():
-    """Decode and prefill, the ends of the heads, a head that is padded, splits, and each option."""
+    """Decode and prefill, the smallest and the largest head dim, a padded one, splits, and every option."""
     every, chosen = every_case(FULL), list(selected(FULL))
     for fact in ("keys", "queries", "dtype", "head_dim", "mask_rank", "appends"):
         assert {getattr(t.problem, fact) for _, t in chosen} == {getattr(t.problem, fact) for _, t in every}, fact

@@ -22,7 +22,7 @@ MODELS = (
     (traits_of(MODEL, 3, True, "int64"), 16),
     (traits_of(Problem("bfloat16", 128, 128, interleaved=True), 4, False, None), 16),
 )
-# Each element size, way to pair, kind of angles and width of an access.
+# A case for each element size, each pairing, each kind of angles and each access width.
 ONCE = (
     (traits_of(Problem("float16", 192, 64, interleaved=False), 3, True, "int32"), 16),
     (traits_of(Problem("float32", 256, 256, interleaved=False), 4, True, "int64"), 16),

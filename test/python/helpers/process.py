@@ -12,8 +12,8 @@ _PACKAGE = _TESTS.parents[1] / "python"
 # Nothing takes this long, on however busy a machine; a little less than the limit of a test, so that what was printed
 # is seen.
 HANGS_AFTER_S = 540
-# Before code that neither calls torch nor asks what is imported: TVM-FFI imports torch where it is, which takes longer
-# (3 s) than all else that a process imports to compile.
+# Put it before code that needs no torch and does not look at what is imported. Where torch is installed TVM-FFI imports
+# it, which takes 3 s: longer than everything else that a process imports to compile.
 WITHOUT_TORCH = "import sys\nsys.modules['torch'] = None\n"
 
 

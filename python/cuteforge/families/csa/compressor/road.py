@@ -120,7 +120,7 @@ class BackwardRoad(_CompressorRoad):
         return super().launch(call, key, tensors)
 
     def variation(self, op: Any, call: Invocation) -> Variation | None:
-        # whether atomics may be used is asked of torch at each call
+        # a call that may use atomics is not remembered: torch's deterministic mode may be on at the next one
         return super().variation(op, call) if call.options.deterministic else None
 
 

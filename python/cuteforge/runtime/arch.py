@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from cuteforge.errors import ContractError, UnsupportedError
-from cuteforge.runtime import env
+from cuteforge.runtime import clusters, env
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -20,7 +20,8 @@ CTA_RESERVE_BYTES = 1024  # shared memory that the driver keeps for each residen
 class Arch:
     """A compile target and the facts of one GPU of it.
 
-    `name` is the compiler's (`sm_90a`); `major.minor` the compute capability; `smem_bytes_per_cta` the opt-in limit.
+    `name` is the compiler's (`sm_90a`); `major.minor` the compute capability; `smem_bytes_per_cta` the opt-in limit;
+    `clustered_sms` those that clusters of eight CTAs reach at once (`runtime.clusters`).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Arch:
     smem_bytes_per_sm: int
     smem_bytes_per_cta: int
     l2_bytes: int
+    clustered_sms: int
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -93,7 +95,7 @@ def _named_arch(name: str, source: str) -> Arch:
     chip = _CHIPS[major, minor]
     smem = chip.smem_kib_per_sm * _KIB
     # The driver keeps 1 KiB of shared memory for each resident CTA.
-    return Arch(name, major, minor, chip.num_sms, smem, smem - _KIB, chip.l2_mib * _MIB)
+    return Arch(name, major, minor, chip.num_sms, smem, smem - _KIB, chip.l2_mib * _MIB, clusters.reach(chip.num_sms))
 
 
 @functools.cache
@@ -107,14 +109,16 @@ def _device_arch(device_index: int) -> Arch:
         raise UnsupportedError(f"cuda:{device_index}: {found}; cuteforge serves 8.0 and up")
     # From 9.0 up the wgmma, TMA and tcgen05 instructions exist only in the architecture-specific target.
     name = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    num_sms, smem = properties.multi_processor_count, properties.shared_memory_per_block_optin
     return Arch(
         name,
         major,
         minor,
-        properties.multi_processor_count,
+        num_sms,
         properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin,
+        smem,
         properties.L2_cache_size,
+        clusters.reach_of(device_index, num_sms, smem) if major >= 9 else num_sms,
     )
 
 

@@ -48,19 +48,19 @@ def prefill(requests, tokens, d=128, heads=32, **options):
 
 # The ways that test_attention_plan.py knows for these sizes.
 @pytest.mark.parametrize(
-    ("requests", "keys", "cluster", "splits", "ctas", "kernels", "why"),
+    ("requests", "keys", "cluster", "splits", "ctas", "threads", "kernels", "why"),
     [
-        (1, 512, 8, 8, 64, 1, "cluster"),
-        (3, 700, 4, 12, 96, 1, "cluster"),
-        (16, 4096, 1, 16, 128, 1, "nothing to join"),
-        (17, 1500, 1, 16, 128, 2, "equal shares"),
+        (1, 512, 8, 8, 64, 128, 1, "cluster"),
+        (3, 700, 4, 12, 96, 128, 1, "cluster"),
+        (16, 4096, 1, 16, 128, 128, 1, "nothing to join"),
+        (17, 1500, 1, 33, 264, 64, 2, "equal shares"),
     ],
 )
-def test_the_plan_of_a_decode_is_what_its_host_makes(requests, keys, cluster, splits, ctas, kernels, why):
+def test_the_plan_of_a_decode_is_what_its_host_makes(requests, keys, cluster, splits, ctas, threads, kernels, why):
     facts = attention.describe(decode(requests, keys), H200)
     plan = facts.plan
     assert (plan.cluster, plan.splits, plan.ctas, plan.kernels) == (cluster, splits, ctas, kernels)
-    assert plan.threads == 128
+    assert plan.threads == threads
     assert why in facts.reasons[-1]
 
 
@@ -72,7 +72,7 @@ def test_splits_that_are_asked_for_are_told():
     assert (whole.plan.splits, whole.plan.ctas) == (None, 40)
 
 
-@pytest.mark.parametrize(("requests", "keys", "why"), [(128, 256, "nothing to join"), (3, 4096, "equal shares")])
+@pytest.mark.parametrize(("requests", "keys", "why"), [(128, 256, "nothing to join"), (3, 32768, "equal shares")])
 def test_pages_are_planned_by_the_width_of_the_table(requests, keys, why):
     assert why in attention.describe(paged_decode(requests, keys), H200).reasons[-1]
 

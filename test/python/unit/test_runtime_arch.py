@@ -7,6 +7,7 @@ import torch
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch as arch_module
+from cuteforge.runtime import clusters
 from cuteforge.runtime.arch import resolve_arch, runs_on
 
 
@@ -38,6 +39,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(clusters, "reach_of", lambda index, num_sms, smem: clusters.reach(num_sms))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: queries.append(index) or facts)
         return queries
 
@@ -150,3 +152,9 @@ def test_what_is_no_architecture_is_refused(monkeypatch, name):
 )
 def test_runs_on(name, capability, runs):
     assert runs_on(name, capability) is runs
+
+
+@pytest.mark.parametrize(("num_sms", "sms"), [(132, 120), (148, 128), (20, 16)])
+def test_clusters_reach_about_ten_of_eleven_sms_where_no_gpu_can_be_asked(num_sms, sms):
+    """Measured on an H200: 15 clusters of eight on 132 SMs."""
+    assert clusters.reach(num_sms) == sms

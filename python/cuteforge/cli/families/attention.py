@@ -161,7 +161,8 @@ def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
 class _Samples:
     """Specs of one head dim, dtype and device, of one request with one key or page.
 
-    Of all sizes only the number of query rows decides what is compiled: it chooses the tile.
+    Of all sizes only the numbers of query rows and, in decode, of requests decide what is compiled: they choose the
+    tile.
     """
 
     head_dim: int
@@ -185,14 +186,15 @@ def _decode(
     device: str = "cuda",
     group: int = 4,
     tokens: int = 1,
+    requests: int = 1,
     seqlens: bool = True,
     causal: bool = False,
     lse: bool = False,
 ) -> GQADecode:
     s = _Samples(head_dim, dtype, device)
-    q, kv = s.heads(1, tokens, group), s.heads(1, 1, 1)
-    lens = s.ints(1) if seqlens else None
-    return GQADecode(q, kv, kv, q, seqlens_k=lens, lse=s.lse(lse, 1, group, tokens), causal=causal)
+    q, kv = s.heads(requests, tokens, group), s.heads(requests, 1, 1)
+    lens = s.ints(requests) if seqlens else None
+    return GQADecode(q, kv, kv, q, seqlens_k=lens, lse=s.lse(lse, requests, group, tokens), causal=causal)
 
 
 def _prefill(
@@ -221,6 +223,7 @@ def _paged_decode(
     device: str = "cuda",
     group: int = 4,
     tokens: int | None = None,
+    requests: int = 1,
     append: bool = False,
     causal: bool = False,
     lse: bool = False,
@@ -232,10 +235,11 @@ def _paged_decode(
         append: whether the newest key and value come by themselves.
     """
     s = _Samples(head_dim, dtype, device)
-    q = s.heads(1, group) if tokens is None else s.heads(1, tokens, group)
-    pool, new = s.heads(1, PAGE_SIZE, 1), s.heads(1, 1) if append else None
-    tensors = {"seqlens_k": s.ints(1), "new_k": new, "new_v": new, "lse": s.lse(lse, 1, group, tokens or 1)}
-    return PagedGQADecode(q, pool, pool, s.ints(1, 1), q, **tensors, causal=causal)
+    q = s.heads(requests, group) if tokens is None else s.heads(requests, tokens, group)
+    pool, new = s.heads(1, PAGE_SIZE, 1), s.heads(requests, 1) if append else None
+    sums = s.lse(lse, requests, group, tokens or 1)
+    tensors = {"seqlens_k": s.ints(requests), "new_k": new, "new_v": new, "lse": sums}
+    return PagedGQADecode(q, pool, pool, s.ints(requests, 1), q, **tensors, causal=causal)
 
 
 def _paged_prefill(
@@ -302,17 +306,23 @@ OPS = {
 _MAKERS = {GQADecode: _decode, GQAPrefill: _prefill, PagedGQADecode: _paged_decode, PagedGQAPrefill: _paged_prefill}
 # More than the few tokens of an SM, on any GPU: on sm_90a prefill then has another tile.
 MANY_TOKENS = 1 << 20
+# With more work tiles than SMs decode has another tile.
+MANY_REQUESTS = 1024
 # One group serves all up to 16 query heads for a KV head: they fill the same rows of a matrix instruction.
 PRESETS = Presets(
     (
         ("decode", {}),
+        ("decode", {"requests": MANY_REQUESTS}),
         ("decode", {"seqlens": False}),
+        ("decode", {"seqlens": False, "requests": MANY_REQUESTS}),
         ("prefill", {}),
         ("prefill", {"tokens": MANY_TOKENS}),
         ("prefill", {"packed": True}),
         ("prefill", {"packed": True, "tokens": MANY_TOKENS}),
         ("paged decode", {}),
+        ("paged decode", {"requests": MANY_REQUESTS}),
         ("paged decode", {"append": True}),
+        ("paged decode", {"append": True, "requests": MANY_REQUESTS}),
         ("paged prefill", {}),
         ("paged prefill", {"tokens": MANY_TOKENS}),
         ("merge", {}),

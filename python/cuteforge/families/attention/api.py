@@ -7,7 +7,7 @@ from typing import Any
 
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.families.attention.base import AttentionOp
-from cuteforge.families.attention.forward.config import Problem, Traits, select_decode
+from cuteforge.families.attention.forward.config import Load, Problem, Traits, select_decode
 from cuteforge.families.attention.options import Window, checked_splits
 from cuteforge.op.base import Sample
 from cuteforge.op.dims import Dims
@@ -28,10 +28,11 @@ class _Decode(AttentionOp):
         return self.num_splits != 1
 
     def _select(self, problem: Problem, arch: Arch) -> Traits:
-        # The samples' rows choose the tile; it serves any number.
+        # The samples' rows and sizes choose the tile; it serves any.
         q, keys = (self.samples[name].shape for name in self._REQUIRED[:2])
         rows = decode_rows(q, keys[-2])
-        return select_decode(problem, rows, arch, self._splits)
+        load = Load(q[0] * keys[-2], keys[1])
+        return select_decode(problem, rows, arch, self._splits, load)
 
     def _check_relations(self, dims: Dims) -> None:
         super()._check_relations(dims)

@@ -17,7 +17,7 @@ from cuteforge.families.attention.forward_sm90a.config import few_rows, select_w
 from cuteforge.families.attention.operands import MASK_DIMS, Layout, entry_operands, given_of, signature_of
 from cuteforge.families.attention.options import ScoreOptions, checked_scale, checked_softcap, checked_window
 from cuteforge.families.attention.problem import Problem
-from cuteforge.families.attention.work.traits import max_ctas
+from cuteforge.families.attention.work.traits import limits_of
 from cuteforge.op.base import APIBase
 from cuteforge.op.dims import Dims
 from cuteforge.op.signature import Signature
@@ -119,7 +119,7 @@ class AttentionOp(APIBase):
     def _scalars(self, arch: Arch) -> tuple[Any, ...]:
         traits, options = self._traits(self.dims, arch), self.options
         right = options.right if traits.problem.has_right else None
-        return max_ctas(traits, arch), self.num_splits or 0, options.left, right, options.softcap
+        return *limits_of(traits, arch, self.num_splits or 0), options.left, right, options.softcap
 
     def _check_operands(self, operands: tuple) -> None:
         if self._splits:

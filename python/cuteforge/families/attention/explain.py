@@ -10,7 +10,7 @@ from cuteforge.families.attention.base import AttentionOp
 from cuteforge.families.attention.forward.config import Traits, workspace_bytes
 from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, WarpgroupTraits, few_rows
 from cuteforge.families.attention.work.host_call import EXTENTS, HostPlan
-from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, max_ctas
+from cuteforge.families.attention.work.traits import ROW_BLOCK, WorkTraits, limits_of, max_ctas
 from cuteforge.runtime.arch import WARP, Arch
 from cuteforge.runtime.compile_cache import KernelKey
 from cuteforge.runtime.kernel_facts import KernelFacts, LaunchPlan, counted, host_numbers, kernel_name
@@ -50,7 +50,7 @@ def _host_plan(traits: WorkTraits, shapes: Mapping[str, tuple], op: AttentionOp,
         extents = given.get(name, ())
         numbers += (*(0,) * (count - len(extents)), *extents)
     limits = op.options.left or 0, op.options.right or 0
-    numbers += (*limits, max_ctas(traits, arch), op.num_splits or 0)
+    numbers += (*limits, *limits_of(traits, arch, op.num_splits or 0))
     found = host_numbers(KernelKey(_HOST_PLAN, traits, arch.name), numbers, len(HostPlan._fields))
     return found if isinstance(found, str) else HostPlan(*found)
 

@@ -18,7 +18,7 @@ from cuteforge.families.attention.api import (
     decode_rows,
 )
 from cuteforge.families.attention.base import AttentionOp
-from cuteforge.families.attention.forward.config import ROW_BLOCK
+from cuteforge.families.attention.forward.config import MANY_KEYS, ROW_BLOCK, Load, are_many
 from cuteforge.families.attention.forward_sm90a.config import few_rows
 from cuteforge.families.attention.operands import (
     APPENDED,
@@ -163,13 +163,20 @@ class AttentionRoad(Road):
         given, options = call.inputs, call.options
         q, keys, values = (given[name] for name in self.op._REQUIRED[:3])
         if self.op in DECODE_OPS:
-            rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4)
+            rows = min(-(-decode_rows(q.shape, keys.shape[-2]) // ROW_BLOCK), 4), self._has_many_tiles(q, keys, values)
         else:
             rows = q.numel() <= _most_elems_of_few_rows(given)
         mask_rank = given["mask"].dim() if "mask" in given else 0
         sizes = (q.shape[-1], values.shape[-1], q.dim(), keys.dim(), mask_rank, rows)
         # of the options all but the scale, which comes with each launch
         return (self.op, tuple(given), q.dtype, sizes, options._replace(softmax_scale=None), q.get_device())
+
+    def _has_many_tiles(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """What a decode's tile is chosen by, beside its rows."""
+        if not q.is_cuda:
+            return False  # the op refuses it by name
+        load, widest = Load(q.shape[0] * keys.shape[-2], keys.shape[1]), max(q.shape[-1], values.shape[-1])
+        return are_many(self.op is PagedGQADecode, widest, load, resolve_arch(None, q.get_device()).num_sms)
 
     def make(self, call: Invocation, results: Tensors) -> AttentionOp:
         return self.op(**call.inputs, **results, **call.options.compiled)
@@ -195,7 +202,11 @@ class AttentionRoad(Road):
                 return Variation(varying=varying)
             return Variation(varying=varying, agree=_mask_covers_keys, agreeing=("mask", "k"))
         if self.op in DECODE_OPS:
-            return Variation(varying=varying)
+            if "k" not in given:
+                return Variation(varying=varying)
+            # as many keys as another tile is better for are another call
+            are_few = given["k"].shape[1] < MANY_KEYS
+            return Variation(varying=varying, agree=lambda k: (k.shape[1] < MANY_KEYS) == are_few, agreeing=("k",))
         # without tokens nothing is launched, and as many as another tile is better for are another call
         most = _most_elems_of_few_rows(given)
         least, most = (1, most) if given["q"].numel() <= most else (most + 1, math.inf)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cuteforge.device.swizzled_rows import ALIGNMENT
 from cuteforge.errors import UnsupportedError
@@ -25,10 +25,8 @@ SMEM_ALIGNMENT = ALIGNMENT
 PARTS = 2  # unfinished row tiles of a CTA: one that began before its share, one that goes on after it
 MAX_WAVES = 4
 MAX_WORKSPACE_BYTES = 64 * 2**20
+MANY_KEYS = 2048  # of a request
 MAX_CLUSTER = 8  # the largest size that every GPU with clusters takes
-# Requests of unlike lengths, up to so many keys: a CTA reads them sooner than a second kernel, which joins parts, is
-# launched (about 2 us).
-MAX_WHOLE_KEYS = 256
 LARGE_SMEM_BYTES = 160 * 1024  # of a CTA: A100, Hopper, B200
 
 
@@ -105,6 +103,11 @@ class Traits(WorkTraits):
         return RingShape(self.row_bytes, tile.tile_n, tile.num_stages, tile.row_warps)
 
     @property
+    def granule_bytes(self) -> int:
+        """Bytes of the keys and values of a granule."""
+        return self.tile.granule_keys * sum(self.row_bytes)
+
+    @property
     def reads_keys_once(self) -> bool:
         return self.tile.key_warps > 1
 
@@ -161,13 +164,41 @@ def cta_workspace_bytes(traits: Traits) -> int:
     return PARTS * traits.tile.tile_m * (traits.problem.v_dim + 1) * 4
 
 
-def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool) -> Traits:
+class Load(NamedTuple):
+    """How much decode has to do, as far as the tile follows from it; any tile serves any load.
+
+    Attributes:
+        work_tiles: KV heads of all requests.
+        keys: of a request.
+    """
+
+    work_tiles: int
+    keys: int
+
+
+LIGHT = Load(1, 1)
+
+
+def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool, load: Load = LIGHT) -> Traits:
     """Traits for a few query rows a KV head: G * L of them.
 
     Raises:
         UnsupportedError: no tile fits the GPU's shared memory.
     """
-    return _first_that_fits(problem, _decode_tile(problem, rows, arch), arch, splits)
+    return _first_that_fits(problem, _decode_tile(problem, rows, arch, load), arch, splits)
+
+
+def are_many(is_paged: bool, widest: int, load: Load, num_sms: int) -> bool:
+    """Whether decode has so many work tiles that two CTAs an SM are better than one with twice the warps or stages:
+    while one starts or ends, the other reads.
+
+    Of pages, and of narrow rows, from where clusters of eight no longer fit. Of wide dense rows, where every SM has a
+    work tile and more, unless they are so long that starts and ends do not matter (H200: 80 requests of 194 keys take
+    18.8 us instead of 27.5, 512 of 2048 keys 142 instead of 136).
+    """
+    if is_paged or widest <= 64:
+        return load.work_tiles * MAX_CLUSTER > num_sms
+    return load.work_tiles > num_sms and load.keys < MANY_KEYS
 
 
 def select_prefill(problem: Problem, arch: Arch) -> Traits:
@@ -188,17 +219,21 @@ def _first_that_fits(problem: Problem, tile: Tile, arch: Arch, splits: bool) -> 
     raise UnsupportedError(f"q: D = {problem.head_dim} does not fit {arch.name}: {refusals[-1]}")
 
 
-def _decode_tile(problem: Problem, rows: int, arch: Arch) -> Tile:
+def _decode_tile(problem: Problem, rows: int, arch: Arch, load: Load) -> Tile:
     """A warp holds 16 rows of results in `v_dim / 2` registers a lane: more row blocks take more warps.
-
-    One CTA an SM with a deep ring reads faster than two with half of it each (H200, 64 requests of 4096 keys: 271 us
-    against 278): fewer streams, each of them longer.
 
     Of pages, tiles of 32 keys, a look-up for each lane: what a warp does to find its rows is half as often between its
     products (H200, 64 requests of 4096 keys: pages of 16 264 us against 267, of 1 267 against 297).
     """
-    if rows <= ROW_BLOCK and problem.is_paged and problem.widest <= 128 and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES:
-        return Tile(1, 1, 4, 32, 2 if problem.widest > 64 else 4, 1)
+    if rows <= ROW_BLOCK and problem.widest <= 128 and arch.smem_bytes_per_cta >= LARGE_SMEM_BYTES:
+        is_wide = problem.widest > 64
+        many = are_many(problem.is_paged, problem.widest, load, arch.num_sms)
+        if problem.is_paged and many:
+            return Tile(1, 1, 2, 32, 2, 2) if is_wide else Tile(1, 1, 4, 32, 2, 2)
+        if problem.is_paged:
+            return Tile(1, 1, 4, 32, 2 if is_wide else 4, 1)
+        if many:
+            return Tile(1, 1, 2 if is_wide else 4, 16, 4, 2)
     blocks, in_smem = -(-rows // ROW_BLOCK), problem.widest > 192 and _lacks_registers(problem, arch)
     if blocks == 1:
         return Tile(1, 1, 4, 16, 3 if problem.widest > 128 else 4, 1, in_smem)

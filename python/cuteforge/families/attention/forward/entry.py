@@ -1,13 +1,14 @@
 """The compiled entry of the attention kernels: one list of operands and scalars for all of them."""
 
 import cuda.bindings.driver as cuda
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.families.attention.forward.fake_operands import operands, scalars
 from cuteforge.families.attention.operands import DEVICE_NAMES
 from cuteforge.families.attention.work.counts import Counts, Operands
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.families.attention.work.traits import WorkTraits
 from cuteforge.runtime.build import Build
 
@@ -24,20 +25,18 @@ class Entry:
         """Launch the kernels.
 
         Args:
-            arguments: the tensors of `operands.entry_rows()`, None for those that the op does not have; then the CTAs
-                that fill the GPU once; the most of them that may share the keys of a work tile, 0 for any number; how
-                many keys before and after its own a query sees; the cap and the scale of the scores; the stream.
+            arguments: the tensors of `operands.entry_rows()`, None for those that the op does not have; then those of
+                `Limits`; how many keys before and after its own a query sees; the cap and the scale of the scores; the
+                stream.
         """
         tensors, numbers = arguments[: len(DEVICE_NAMES)], arguments[len(DEVICE_NAMES) :]
-        max_ctas, most_splits, left, right, softcap, scale, stream = numbers
+        *limits, left, right, softcap, scale, stream = numbers
         given = (*tensors, left, right, softcap)
         counts = Counts(self.traits, Operands(*given))
         if counts.work_tiles > 0:
-            self.launch(given, counts, max_ctas, most_splits, scale, stream)
+            self.launch(given, counts, Limits(*limits), scale, stream)
 
-    def launch(
-        self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
-    ) -> None:
+    def launch(self, given: tuple, counts: Counts, limits: Limits, scale: Float32, stream: cuda.CUstream) -> None:
         """Launch on what `Operands` takes, with at least one work tile."""
         raise NotImplementedError
 

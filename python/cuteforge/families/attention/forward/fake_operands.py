@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cuteforge.device.fake_operands import FakeOperands
 from cuteforge.families.attention.operands import Layout, entry_rows
 from cuteforge.families.attention.problem import Problem
+from cuteforge.families.attention.work.limits import Limits
 
 
 def operands(problem: Problem, has_workspace: bool) -> tuple:
@@ -25,4 +26,4 @@ def operands(problem: Problem, has_workspace: bool) -> tuple:
 def scalars(problem: Problem) -> tuple:
     """The scalars that follow the operands, None for those that the op does not have."""
     limits = [Int32(0) if wanted else None for wanted in (problem.has_left, problem.has_right)]
-    return Int32(0), Int32(0), *limits, Float32(0.0) if problem.has_softcap else None, Float32(0.0)
+    return *(Int32(0) for _ in Limits._fields), *limits, Float32(0.0) if problem.has_softcap else None, Float32(0.0)

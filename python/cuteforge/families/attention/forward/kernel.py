@@ -29,6 +29,7 @@ from cuteforge.families.attention.parts.result import KeyWarpJoin, Results
 from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.families.attention.work.plan import make_plan, may_cut_row_tiles
 from cuteforge.families.attention.work.shares import BEGUN, CONTINUED, WHOLE, Shares, Split, SplitPlan, first_granule
 from cuteforge.families.attention.work.tile import WorkTile
@@ -93,12 +94,10 @@ class Attention(Entry):
     """The kernel for one `Traits`."""
 
     @cute.jit
-    def launch(
-        self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
-    ):
+    def launch(self, given: tuple, counts: Counts, limits: Limits, scale: Float32, stream: cuda.CUstream):
         divisors = counts.make_divisors()
         if cutlass.const_expr(self.traits.splits):
-            plan = make_plan(counts, most_splits, max_ctas)
+            plan = make_plan(counts, limits)
             self._launch(given, divisors, plan, scale, plan.splits * counts.kv_heads, stream)
             if may_cut_row_tiles(counts, plan):
                 Combine(self.traits).launch(given, divisors, plan, counts, stream)

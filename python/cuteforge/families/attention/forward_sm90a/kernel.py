@@ -34,6 +34,7 @@ from cuteforge.families.attention.parts.result import Results
 from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
@@ -45,15 +46,13 @@ class ForwardSm90a(Entry):
     """The kernel for one `WarpgroupTraits`."""
 
     @cute.jit
-    def launch(
-        self, given: tuple, counts: Counts, max_ctas: Int32, most_splits: Int32, scale: Float32, stream: cuda.CUstream
-    ):
+    def launch(self, given: tuple, counts: Counts, limits: Limits, scale: Float32, stream: cuda.CUstream):
         tma = None
         if cutlass.const_expr(self.traits.box_rows > 0):
             infos = [describe_rows(m, self.traits.box_rows) for m in (counts.ops.mK, counts.ops.mV)]
             tma = tuple((info.atom, info.tma_tensor) for info in infos)
         self.kernel(given, tma, counts.make_divisors(), scale).launch(
-            grid=(cutlass.min(counts.work_tiles, max_ctas), 1, 1),
+            grid=(cutlass.min(counts.work_tiles, limits.max_ctas), 1, 1),
             block=(WARP * (PRODUCER_WARPS + self.traits.tile.consumer_warps), 1, 1),
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,

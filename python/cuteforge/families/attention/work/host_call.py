@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cuteforge.families.attention.work.limits import Limits
+
 # Operands whose extents the plan reads, and how many of them, without the head dim. Where an operand has fewer dims, or
 # is not given, zeros come first.
 EXTENTS = {"q": 3, "k": 3, "page_table": 2, "cu_seqlens_q": 1, "workspace": 1}
 # They follow the extents.
-SCALARS = ("left", "right", "max_ctas", "most_splits")
+SCALARS = ("left", "right", *Limits._fields)
 
 
 class HostPlan(NamedTuple):

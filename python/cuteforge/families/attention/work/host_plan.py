@@ -12,6 +12,7 @@ from cutlass import Int32, Int64, cute
 from cuteforge.families.attention.operands import DEVICE_NAMES, row_of
 from cuteforge.families.attention.work.counts import Counts, Operands
 from cuteforge.families.attention.work.host_call import EXTENTS, SCALARS, HostPlan
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.families.attention.work.plan import make_plan, may_cut_row_tiles
 from cuteforge.families.attention.work.traits import WorkTraits
 from cuteforge.runtime.build import Build
@@ -30,11 +31,11 @@ class Planner:
         `HostPlan`.
         """
         *numbers, address = arguments
-        left, right, max_ctas, most_splits = numbers[-len(SCALARS) :]
+        left, right, *limits = numbers[-len(SCALARS) :]
         counts = Counts(self.traits, self._operands(numbers, left, right))
         found = HostPlan(counts.work_tiles, counts.row_tiles)
         if cutlass.const_expr(self.traits.splits):
-            plan = make_plan(counts, most_splits, max_ctas)
+            plan = make_plan(counts, Limits(*limits))
             second = Int32(may_cut_row_tiles(counts, plan))
             found = HostPlan(*found[:2], plan.splits, plan.pieces, plan.log_cluster, second)
         store_results(found, address)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from cuteforge.families.attention.keys.element import Element
 from cuteforge.families.attention.problem import Problem
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.runtime.arch import Arch
 
 ROW_BLOCK = 16  # query rows of a matrix instruction
@@ -80,6 +81,16 @@ class WorkTraits:
 def max_ctas(traits: WorkTraits, arch: Arch) -> int:
     """CTAs that fill the GPU once."""
     return arch.num_sms * traits.tile.ctas_per_sm
+
+
+def max_clustered(traits: WorkTraits, arch: Arch) -> int:
+    """CTAs of clusters of more than two that run at once."""
+    return arch.clustered_sms * traits.tile.ctas_per_sm
+
+
+def limits_of(traits: WorkTraits, arch: Arch, most_splits: int) -> Limits:
+    """What a launch is told."""
+    return Limits(max_ctas(traits, arch), max_clustered(traits, arch), most_splits)
 
 
 def why_not(traits: WorkTraits, arch: Arch) -> str | None:

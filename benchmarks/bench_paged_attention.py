@@ -10,6 +10,7 @@ Every problem passes a check against fp64 before it is timed; a failed check end
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,10 +114,12 @@ def paged_copy(dense: Dense, page_size: int) -> Paged:
     import torch
 
     shape = dense.shape
-    table = permutation(shape.batch * shape.kv_len // page_size).view(shape.batch, -1)
-    caches = tuple(torch.empty_like(x).view(-1, page_size, *x.shape[2:]) for x in (dense.k, dense.v))
+    pages = -(-shape.kv_len // page_size)
+    table = permutation(shape.batch * pages).view(shape.batch, pages)
+    spare = (0, 0, 0, 0, 0, pages * page_size - shape.kv_len)
+    caches = tuple(x.new_empty(shape.batch * pages, page_size, *x.shape[2:]) for x in (dense.k, dense.v))
     for cache, x in zip(caches, (dense.k, dense.v), strict=True):
-        cache[table.flatten().long()] = x.view(cache.shape)
+        cache[table.flatten().long()] = torch.nn.functional.pad(x, spare, value=math.nan).view(cache.shape)
     name, kv_lens = f"{shape.name} page {page_size}", (shape.kv_len,) * shape.batch
     if shape.q_len == 1:
         return Paged(name, dense.q, caches, table, kv_lens)

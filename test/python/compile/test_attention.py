@@ -12,7 +12,7 @@ import pytest
 
 from cuteforge import UnsupportedError
 from cuteforge.families.attention.forward import kernel
-from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, select_decode, select_prefill
+from cuteforge.families.attention.forward.config import LIGHT, SMEM_ALIGNMENT, Load, select_decode, select_prefill
 from cuteforge.families.attention.merge import kernel as merge
 from cuteforge.families.attention.merge.config import MergeTraits
 from cuteforge.runtime.arch import WARP, resolve_arch
@@ -34,6 +34,7 @@ REGISTERS_PER_SM = 65536
 REGISTER_GRANULE = 8  # registers a thread are handed out in eights
 HEADS = ((128, 128), (64, 64), (72, 72), (192, 128), (256, 256))
 ROWS = (16, 32, 48, 64)
+HEAVY = Load(4096, 512)
 PAGED = {"keys": "pages", "lengths": "seqlens"}
 FEATURES = (
     ("batch", PAGED | {"mask_rank": 3, "has_lse": True, "causal": True}),
@@ -59,10 +60,13 @@ def served(select, *facts):
 def decode_cases(arch, is_full):
     """Each tile once with the features that take most registers, on one architecture also the other features and
     fp16."""
-    for heads, rows in itertools.product(HEADS, ROWS):
+    for heads, rows, load in itertools.product(HEADS, ROWS, (LIGHT, HEAVY)):
         queries, facts = FEATURES[0]
-        yield from served(select_decode, problem_of("bfloat16", *heads, queries, **facts), rows, arch, True)
+        yield from served(select_decode, problem_of("bfloat16", *heads, queries, **facts), rows, arch, True, load)
     if is_full:
+        for facts in ({}, PAGED):
+            given = problem_of("bfloat16", *HEADS[0], "single", **facts)
+            yield from served(select_decode, given, ROWS[0], arch, True, HEAVY)
         for i, (queries, facts) in enumerate(FEATURES[1:]):
             given = problem_of("float16", *HEADS[0], queries, **facts)
             yield from served(select_decode, given, ROWS[i % 2], arch, i % 2 == 0)
@@ -129,11 +133,12 @@ def every_case(arch_name):
 def selected(arch_name):
     """Of what every case holds, what asks most of the registers, and each kind of code once.
 
-    On one architecture: the largest decode tile of each head but the one of 64 columns, and the smallest with all
-    options, once with splits and once without; prefill at the heads that no other case has; each kind of keys, of
-    masks and of queries once; a window alone, as only it has a right end, and in prefill and decode all options at
-    once: the code of one is a part of that. The splits of decode add a second kernel, which is the same for all tiles
-    of a head. On the others prefill at the widest head with all options, and on two the largest decode tile.
+    On one architecture: the largest decode tile of each head but the one of 64 columns, that of many work tiles, dense
+    and paged, and the smallest with all options, once with splits and once without; prefill at the heads that no other
+    case has; each kind of keys, of masks and of queries once; a window alone, as only it has a right end, and in
+    prefill and decode all options at once: the code of one is a part of that. The splits of decode add a second kernel,
+    which is the same for all tiles of a head. On the others prefill at the widest head with all options, and on two the
+    largest decode tile.
     """
     every, tiles = every_case(arch_name), {}
     for option, traits in every:

@@ -11,6 +11,7 @@ from cuteforge.device.swizzled_rows import ALIGNMENT
 from cuteforge.families.attention.forward.config import (
     MAX_WAVES,
     PARTS,
+    Load,
     Tile,
     Traits,
     cta_workspace_bytes,
@@ -153,6 +154,34 @@ def test_decode_of_pages_looks_up_a_row_with_each_lane_where_two_such_tiles_fit(
         tile = select_decode(problem(128, 128, keys="tokens", lengths="seqlens"), 4, arch, True).tile
         assert (tile.tile_n == WARP) == (arch.smem_bytes_per_cta >= 160 * 1024), (gpu, tile)
         assert select_decode(MODEL, 4, arch, True).tile.tile_n == WARP // 2
+
+
+@each_gpu
+def test_without_splits_the_tile_is_the_same_in_any_batch(gpu):
+    """Else a request would not give the same bits in any batch, which `num_splits=1` promises."""
+    arch = arch_of(gpu)
+    for keys, d, load in itertools.product(("batch", "pages"), (64, 128), (Load(4096, 512), Load(64, 1 << 20))):
+        of = problem(d, d, keys=keys)
+        assert select_decode(of, 4, arch, False, load) == select_decode(of, 4, arch, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "d", "load", "cut"),
+    [
+        ("batch", 128, Load(132, 512), (4, 16, 1)),
+        ("batch", 128, Load(133, 2047), (2, 16, 2)),
+        ("batch", 128, Load(133, 2048), (4, 16, 1)),
+        ("batch", 64, Load(16, 512), (4, 16, 1)),
+        ("batch", 64, Load(17, 1 << 20), (4, 16, 2)),
+        ("pages", 128, Load(16, 512), (4, 32, 1)),
+        ("pages", 128, Load(17, 1 << 20), (2, 32, 2)),
+        ("pages", 64, Load(17, 1 << 20), (4, 32, 2)),
+    ],
+)
+def test_many_work_tiles_are_taken_by_two_ctas_an_sm(keys, d, load, cut):
+    """Sizes on both sides of where it pays on an H200 of 132 SMs."""
+    tile = select_decode(problem(d, d, keys=keys), 4, arch_of("H200"), True, load).tile
+    assert (tile.key_warps, tile.tile_n, tile.ctas_per_sm) == cut
 
 
 @each_gpu

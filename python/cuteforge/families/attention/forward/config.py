@@ -182,10 +182,12 @@ LIGHT = Load(1, 1)
 def select_decode(problem: Problem, rows: int, arch: Arch, splits: bool, load: Load = LIGHT) -> Traits:
     """Traits for a few query rows a KV head: G * L of them.
 
+    Without splits the load does not matter: a request gives the same bits in any batch.
+
     Raises:
         UnsupportedError: no tile fits the GPU's shared memory.
     """
-    return _first_that_fits(problem, _decode_tile(problem, rows, arch, load), arch, splits)
+    return _first_that_fits(problem, _decode_tile(problem, rows, arch, load if splits else LIGHT), arch, splits)
 
 
 def are_many(is_paged: bool, widest: int, load: Load, num_sms: int) -> bool:

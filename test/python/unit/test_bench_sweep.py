@@ -1,0 +1,38 @@
+"""The sweep's pure parts: what a seed draws, and what the times come to."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import sys
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_sweep  # noqa: E402
+from bench_sweep import Timed  # noqa: E402
+
+
+@pytest.mark.parametrize("draws", [bench_sweep.decodes, bench_sweep.prefills, bench_sweep.packs])
+def test_a_seed_draws_the_same_sizes_and_another_draws_others(draws):
+    first, again, other = (list(draws(random.Random(seed), 12)) for seed in ("1", "1", "2"))
+    assert first == again and len(first) == 12
+    assert first != other
+
+
+def test_sizes_are_within_their_limits():
+    for shape, page_size in bench_sweep.decodes(random.Random(3), 40):
+        assert bench_sweep.KEY_BYTES[0] < shape.bytes < bench_sweep.KEY_BYTES[1]
+        assert page_size in bench_sweep.PAGE_SIZES
+    for shape in bench_sweep.prefills(random.Random(3), 40):
+        assert bench_sweep.FLOPS[0] < shape.flops < bench_sweep.FLOPS[1]
+        assert shape.q_len == shape.kv_len or shape.causal
+
+
+def test_the_summary_names_the_worst_sizes_first():
+    times = [Timed("decode", name, us, {"a": 2.0, "b": 4.0}) for name, us in (("x", 1.0), ("y", 4.0), ("z", 2.0))]
+    head, *worst = bench_sweep.summary("decode", times).splitlines()
+    assert head == "decode: 3 sizes, geometric mean 1.000, median 1.000, worst 2.000, 1 above 1.02"
+    assert [line.split()[1] for line in worst] == ["y:", "z:", "x:"]

@@ -19,6 +19,7 @@ OPTIONS = (
     {"causal": True, "has_softcap": True},
     {"has_left": True, "has_softcap": True, "has_sinks": True},
 )
+MASKED = (DENSE, PAGES)
 EVERY_WIDTH = (8, 24, 40, 64, 72, 88, 96, 104, 120, 136, 192, 248, 256)
 # The ends of three warpgroups. Two, which are for wider heads, come with packed keys, tokens, and pages; the widest
 # with all options, which take more registers than none.
@@ -26,8 +27,8 @@ WIDTHS = (8, 120)
 
 
 def problems(is_full):
-    """Each kind of keys once, a window, which alone has a right end, all options, and the ends of the widths; with
-    `--full` each option alone and at more widths."""
+    """Each kind of keys once, a window, which alone has a right end, all options, masks of rows and of requests, and the
+    ends of the widths; with `--full` each option alone and at more widths."""
 
     def choose(few, many):
         return many if is_full else few
@@ -52,6 +53,11 @@ def problems(is_full):
             problem_of("float16", d, d, PAGES[0], **PAGES[1], **OPTIONS[-1])
             for d in choose((72, 256), (64, 72, 128, 256))
         ),
+        *(
+            problem_of("bfloat16", d, d, queries, **facts, mask_rank=rank)
+            for (queries, facts), rank in zip(MASKED, (4, 2))
+            for d in choose((128,), EVERY_WIDTH)
+        ),
     ]
 
 
@@ -74,6 +80,7 @@ FIRST, SCORES, VALUES, LAST, END = range(5)
 
 def label(problem):
     options = "".join(f"-{name}" for name in ("left", "right", "softcap", "sinks") if getattr(problem, f"has_{name}"))
+    options += f"-mask{problem.mask_rank}" if problem.mask_rank else ""
     return f"{problem.dtype}-d{problem.head_dim}v{problem.v_dim}-{problem.queries}-{problem.keys}{options}"
 
 

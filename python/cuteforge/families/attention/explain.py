@@ -71,8 +71,6 @@ def _why_kernel(traits: WorkTraits, arch: Arch) -> str:
         return "prefill on sm_90a: consumer warpgroups multiply, producer warps copy"
     if traits.reads_keys_once:
         return "decode: few query rows, so the warps of a CTA share out the keys"
-    if traits.problem.mask_rank and arch.name == "sm_90a":
-        return "prefill with a boolean mask: the portable kernel, as the one of sm_90a takes no mask"
     if arch.name == "sm_90a":
         return "prefill: the portable kernel, as no tile of the one of sm_90a fits"
     return f"prefill on {arch.name}: the portable kernel, as the other one is for sm_90a only"

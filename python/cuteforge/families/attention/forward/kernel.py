@@ -85,7 +85,7 @@ class Weighing(TraceConstant):
 
     def apply(self, rS, tile) -> None:
         self.cap.apply(rS)
-        self.mask.apply(rS, tile)
+        self.mask.apply(rS, tile, self.mask.look_up(tile))
         self.softmax.update(rS, self.rows.rO, self.rows.rWeight)
 
 

@@ -155,12 +155,12 @@ def few_rows(requests: int, kv_heads: int, num_sms: int) -> int:
 
 
 def select_warpgroups(problem: Problem, arch: Arch, has_few_rows: bool = False) -> WarpgroupTraits | None:
-    """Traits for many query rows; None where the portable kernel has to do: on other GPUs, and for boolean masks.
+    """Traits for many query rows; None where the portable kernel has to do, on other GPUs.
 
     Args:
         has_few_rows: by `few_rows`. The bits of the results do not depend on it.
     """
-    if arch.name != "sm_90a" or problem.mask_rank > 0:
+    if arch.name != "sm_90a":
         return None
     candidates = [WarpgroupTraits(problem, _tile(problem, has_few_rows, stages)) for stages in (3, 2)]
     fitting = [traits for traits in candidates if why_not(traits, arch) is None]
@@ -173,7 +173,10 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
     of two others run (H200, 4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643
     with three and 80)."""
     if problem.widest <= 128:
-        return WarpgroupTile(2 if has_few_rows else 3, _most_keys(problem), num_stages)
+        # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
+        # change the bits of the results, which are those of no mask where the mask keeps all
+        is_full = problem.mask_rank > 0 and (problem.is_paged or problem.widest <= 64)
+        return WarpgroupTile(2 if has_few_rows or is_full else 3, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128
     return WarpgroupTile(2, 80 if is_wide else MAX_TILE_KEYS, num_stages)
 

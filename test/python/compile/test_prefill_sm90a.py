@@ -27,8 +27,8 @@ WIDTHS = (8, 120)
 
 
 def problems(is_full):
-    """Each kind of keys once, a window, which alone has a right end, all options, masks of rows and of requests, and the
-    ends of the widths; with `--full` each option alone and at more widths."""
+    """Each kind of keys once, a window, which alone has a right end, all options, masks of rows and of requests, and
+    the ends of the widths; with `--full` each option alone and at more widths."""
 
     def choose(few, many):
         return many if is_full else few

@@ -87,6 +87,8 @@ def test_a_gpu_without_clusters_gets_none():
 
 def test_prefill_of_sm_90a_goes_in_rounds_and_says_how_high_its_row_tiles_are():
     few, many = (attention.describe(prefill(1, tokens), H200) for tokens in (2048, 8192))
+    masked = attention.describe(prefill(1, 8192, mask=spec(1, 8192, dtype="bool")), H200)
+    assert (masked.kernel, masked.tile) == (many.kernel, many.tile)
     assert few.kernel == many.kernel == "attention.forward_sm90a.kernel"
     assert (few.tile.tile_m, many.tile.tile_m) == (128, 192)
     assert few.plan.ctas == many.plan.ctas == 132
@@ -99,8 +101,6 @@ def test_prefill_elsewhere_has_a_cta_for_each_work_tile():
     assert facts.kernel == "attention.forward.kernel"
     assert facts.plan.ctas == 2 * 8 * -(-100 * 4 // facts.tile.tile_m)
     assert "sm_90a only" in facts.reasons[0]
-    masked = attention.describe(prefill(2, 100, mask=spec(2, 100, dtype="bool")), H200)
-    assert "boolean mask" in masked.reasons[0]
 
 
 def test_packed_queries_are_counted_as_the_kernel_counts_them():

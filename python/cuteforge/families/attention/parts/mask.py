@@ -26,8 +26,8 @@ class ScoreMask(TraceConstant):
         self.full_from = work.keys_begin(work.last_row())
 
     def look_up(self, tile):
-        """Which of a lane's scores of a tile of keys a boolean mask keeps: by block and half a bit for each column; None
-        without a mask. All of it is read here, so that it can be on its way while scores are computed."""
+        """Which of a lane's scores of a tile of keys a boolean mask keeps: by block and half a bit for each column;
+        None without a mask. All of it is read here, so that it is on its way while scores are computed."""
         if self.traits.problem.mask_rank == 0:
             return None
         first, count = tile * self.traits.tile.tile_n + self.first_col, self.traits.tile.tile_n // 4

@@ -82,19 +82,18 @@ def register(name: str = "cuteforge", *, keep_cudnn: bool = True) -> Handle:
 
     Served, on any model and without a change of it: ``F.scaled_dot_product_attention``,
     ``torch.nn.attention.varlen.varlen_attn`` and ``varlen_attn_out`` (packed, and over pages with ``block_table``),
-    ``causal_lower_right``, and context parallel, which call torch's flash attention.
+    ``causal_lower_right``, and context parallel, which all call torch's flash attention.
 
     A call is served if it is in bf16 or fp16 on a GPU of compute capability 8.0 or more, with a head dim of 8, 16, ...
-    256, without mask, bias or dropout. Everything else runs as it did before, by the kernel that was there before: other
-    dtypes and head dims, dropout, ALiBi, ``return_debug_mask``, ``seqused_k`` without ``block_table``, and
+    256, without mask, bias or dropout. Everything else runs as it did before, by the kernel that was there before:
+    other dtypes and head dims, dropout, ALiBi, ``return_debug_mask``, ``seqused_k`` without ``block_table``, and
     ``num_splits=1``, which asks for the same bits whatever else is in the batch. So does every call while
-    ``CUTEFORGE_KERNELS=0`` is set, where the kernels cannot run, and where `attn_backend` or ``CUTEFORGE_BACKEND`` asks
-    for another backend. Masks never reach torch's flash attention.
+    ``CUTEFORGE_KERNELS=0`` is set, where the kernels cannot run, and where `attn_backend` or ``CUTEFORGE_BACKEND``
+    asks for another backend. Masks never reach torch's flash attention.
 
     On sm_90 and sm_100 torch asks cuDNN before flash attention. There the calls that need no gradient are served in
-    cuDNN's place, and training, masks and dropout stay with cuDNN, which has a backward kernel to go with it. With torch
-    2.14 ``varlen_attn`` gives cuDNN packed calls without a window and without head groups of more than 128 tokens; those
-    are not served.
+    cuDNN's place. Training, masks and dropout stay with cuDNN, which has a backward kernel of its own; so do, with
+    torch 2.14, calls of ``varlen_attn`` with more than 128 query tokens that have neither a window nor head groups.
 
     Args:
         name: under which torch lists it (`torch.nn.attention.list_flash_attention_impls`). Registering an active name
@@ -112,8 +111,8 @@ def register(name: str = "cuteforge", *, keep_cudnn: bool = True) -> Handle:
     Numerics: as `cuteforge.attention`; log-sum-exps are fp32, natural logarithms. A query that sees no key gives 0 and
     -inf, where torch's kernel says inf.
 
-    What torch.compile or a CUDA graph captured before keeps the kernels that it was captured with: register first. torch
-    2.11 or newer.
+    What torch.compile or a CUDA graph has captured keeps the kernels of that time: register first. Needs torch 2.11 or
+    newer.
 
     Raises:
         ContractError: a name that means another implementation to torch, or one that is active with another

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cuteforge import UnsupportedError
 from cuteforge.backends.cuda import CudaBackend
 from cuteforge.integrations import torch_sdpa
 from cuteforge.integrations.aten_attention import FlashCall, Served
@@ -18,9 +19,10 @@ SDPA_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Log:
-    """The ops of ours that ran, with the shapes of their queries and keys."""
+    """The ops of ours that ran, with the shapes of their queries and keys; when `is_off`, none runs."""
 
     def __init__(self) -> None:
+        self.is_off = False
         self.calls: list[tuple[str, tuple, tuple]] = []
 
     @property
@@ -39,6 +41,8 @@ def served_on_cpu(monkeypatch) -> tuple[Served, Log]:
     log = Log()
 
     def call(road, tensors, options):
+        if log.is_off:
+            raise UnsupportedError("switched off")
         log.calls.append((road.op.__name__, tuple(tensors[0].shape), tuple(tensors[1].shape)))
         return road.dispatch(road.validate(tensors, options))
 

@@ -20,11 +20,12 @@ from cuteforge.families.attention import GQADecode, GQAPrefill, PagedGQADecode, 
 from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 from cuteforge.families.attention.road import DECODE_OPS, ROADS, AttentionRoad
 from cuteforge.op import recall
+from cuteforge.op.allocate import Empty, current_device, ways_to_empty
 from cuteforge.runtime import env
 
-_Tensor = torch.Tensor
+_UINT64 = torch.uint64
 _DTYPES = torch.bfloat16, torch.float16
-_DECODE_QUERIES = 1  # `max_q` of a step of decode
+_INDICES = "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqlens_k", "kv_indptr"
 
 Results = tuple[torch.Tensor, ...]
 Call = Callable[[AttentionRoad, tuple, tuple], Results]
@@ -53,8 +54,10 @@ class FlashCall(NamedTuple):
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """The window as our ops take it; torch also writes no limit as -1."""
-        left, right = (None if x is None or x < 0 else x for x in (self.window_size_left, self.window_size_right))
+        """The window as our ops take it; torch also writes no limit as -1, and the right side of a causal one."""
+        left, right = self.window_size_left, self.window_size_right
+        left = None if left is None or left < 0 else left
+        right = None if self.is_causal or right is None or right < 0 else right
         return None if left is None and right is None else (left, right)
 
 
@@ -128,8 +131,6 @@ class Served:
             return None
         if call.num_splits is not None and (call.num_splits == 1 or call.num_splits < 0):
             return None  # one split promises the same bits whatever else is in the batch; our prefill does not
-        if out is not None and (out.shape != call.query.shape or out.dtype != call.query.dtype):
-            return None
         plan = _plan_of(call, out)
         results = None if plan is None else self._run(plan)
         if results is None:
@@ -143,29 +144,30 @@ class Served:
         else."""
         if call.attn_bias is not None or call.compute_log_sumexp or call.dropout_p or call.return_debug_mask:
             return None
-        q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in call[:3])
+        if call.query.dim() != 4 or call.key.dim() != 4 or call.value.dim() != 4:
+            return None
+        q, k, v = (x.transpose(1, 2) for x in call[:3])
         if call.is_causal and q.shape[1] != k.shape[1]:
             return None  # aligned at the upper left there
-        plan = _dense(q, k, v, (call.is_causal, None, call.scale, False), None, None)
-        results = None if plan is None else self._run(plan)
+        results = self._run(_dense(q, k, v, (call.is_causal, None, call.scale, False), None, None))
         return None if results is None else results[0].transpose(1, 2)
 
     def _run(self, plan: _Plan) -> Results | None:
         """The results of an op; None if our kernels are not to serve it."""
         if not _is_wanted() or _are_functorch_transforms_active():
             return None
+        if not torch.is_grad_enabled():
+            return self._run_below_autograd(plan)
+        with torch.no_grad():  # who called us records the graph
+            return self._run_below_autograd(plan)
+
+    def _run_below_autograd(self, plan: _Plan) -> Results | None:
         road = ROADS[plan.op]
         tensors = tuple(map(plan.tensors.get, (*road.inputs, *road.outputs)))
-        if not torch.is_grad_enabled():
-            return self._run_below_autograd(road, plan, tensors)
-        with torch.no_grad():  # who called us records the graph
-            return self._run_below_autograd(road, plan, tensors)
-
-    def _run_below_autograd(self, road: AttentionRoad, plan: _Plan, tensors: tuple) -> Results | None:
         results = recall.recall((road, plan.options), tensors)
         if results is not None:
-            return results
-        if not self._is_served(_facts(plan), env.kernels()):
+            return results  # like a call that has been through all that follows
+        if not (_agree(plan) and self._is_served(_facts(plan), env.kernels())):
             return None
         try:
             return self._call(road, tensors, plan.options)
@@ -190,64 +192,83 @@ def _facts(plan: _Plan) -> Request:
 
 
 def _plan_of(call: FlashCall, out: torch.Tensor | None) -> _Plan | None:
-    q, k, v = call[:3]
-    scores = call.is_causal, call.window, call.scale, True
+    """None for a call that no op of ours takes. `_agree` looks at the tensors."""
     if call.block_table is not None:
-        return _paged(call, out, scores) if _agree(q, k, v, 3, 4) else None
+        return _paged(call, out)
     if call.seqused_k is not None:
         return None  # lengths beside packed keys
+    q, k, v = call[:3]
     if call.cum_seq_q is None and call.cum_seq_k is None:
-        return _dense(q, k, v, scores, call.num_splits, out)
-    offsets = call.cum_seq_q, call.cum_seq_k
-    if not (all(map(_is_index, offsets)) and _agree(q, k, v, 3, 3)):
+        if q.dim() != 4:
+            return None
+        return _dense(q, k, v, (call.is_causal, call.window, call.scale, True), call.num_splits, out)
+    if call.cum_seq_q is None or call.cum_seq_k is None:
         return None
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], "out": _like(q, out)}
-    causal, window, scale, return_lse = scores
-    return _Plan(GQAPrefill, tensors, (causal, window, None, None, scale, return_lse))
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": call.cum_seq_q, "cu_seqlens_k": call.cum_seq_k}
+    tensors["out"] = _like(q, out)
+    return _Plan(GQAPrefill, tensors, (call.is_causal, call.window, None, None, call.scale, True))
 
 
-def _dense(q, k, v, scores: tuple, num_splits: int | None, out: torch.Tensor | None) -> _Plan | None:
-    if not _agree(q, k, v, 4, 4) or q.shape[0] != k.shape[0]:
-        return None
+def _dense(q, k, v, scores: tuple, num_splits: int | None, out: torch.Tensor | None) -> _Plan:
+    """Of tokens before heads. `scores`: `causal`, `window`, `softmax_scale` and `return_lse`."""
     causal, window, scale, return_lse = scores
     tensors = {"q": q, "k": k, "v": v, "out": _like(q, out)}
-    if q.shape[1] > MAX_DECODE_TOKENS:
+    length = q.shape[1]
+    if length > MAX_DECODE_TOKENS:
         return _Plan(GQAPrefill, tensors, (causal, window, None, None, scale, return_lse))
     # One query token sees all keys either way: no second kernel for it.
-    return _Plan(GQADecode, tensors, (causal and q.shape[1] > 1, window, None, num_splits or None, scale, return_lse))
+    return _Plan(GQADecode, tensors, (causal and length > 1, window, None, num_splits or None, scale, return_lse))
 
 
-def _paged(call: FlashCall, out: torch.Tensor | None, scores: tuple) -> _Plan | None:
-    """Packed queries over pages."""
-    q, k, v, table = *call[:3], call.block_table
-    lengths = {"seqlens_k": call.seqused_k} if call.seqused_k is not None else {"kv_indptr": call.cum_seq_k}
-    if not (_is_index(call.cum_seq_q) and all(map(_is_index, lengths.values())) and _is_index(table, 2)):
+def _paged(call: FlashCall, out: torch.Tensor | None) -> _Plan | None:
+    """Of packed queries over pages."""
+    q, k, v, starts = *call[:3], call.cum_seq_q
+    if starts is None or (call.seqused_k is None and call.cum_seq_k is None):
         return None
-    causal, window, scale, return_lse = scores
-    tensors = {"q": q, "k_cache": k, "v_cache": v, "page_table": table, "out": _like(q, out), **lengths}
-    # What torch's kernel asks of a call whose offsets it does not read: token b is request b's.
-    is_decode = call.max_q == _DECODE_QUERIES and q.shape[0] == call.cum_seq_q.shape[0] - 1 and window is None
-    if is_decode and q.shape[1] > k.shape[2]:
-        return _Plan(PagedGQADecode, tensors, (False, None, None, call.num_splits or None, scale, return_lse))
-    tensors["cu_seqlens_q"] = call.cum_seq_q
-    return _Plan(PagedGQAPrefill, tensors, (causal, window, None, None, scale, return_lse))
+    tensors = {"q": q, "k_cache": k, "v_cache": v, "page_table": call.block_table, "out": _like(q, out)}
+    tensors |= {"seqlens_k": call.seqused_k} if call.seqused_k is not None else {"kv_indptr": call.cum_seq_k}
+    # torch says that the tokens are the requests' in sum: as many tokens as requests, none with two, are one for each
+    if call.max_q == 1 and q.shape[0] == starts.shape[0] - 1:
+        left = call.window and call.window[0]
+        window = None if left is None else (left, None)  # no key comes after the only query
+        return _Plan(PagedGQADecode, tensors, (False, window, None, call.num_splits or None, call.scale, True))
+    tensors["cu_seqlens_q"] = starts
+    return _Plan(PagedGQAPrefill, tensors, (call.is_causal, call.window, None, None, call.scale, True))
 
 
-def _agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_dims: int, key_dims: int) -> bool:
-    """Whether dims, dtypes, devices and sizes are those of a call that both torch's kernel and ours take."""
-    if q.dim() != query_dims or k.dim() != key_dims or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+def _agree(plan: _Plan) -> bool:
+    """Whether dims, dtypes, devices and sizes are those of a call that torch's kernel takes and ours does too."""
+    given = plan.tensors
+    is_paged = "k_cache" in given
+    q, k, v = given["q"], given["k_cache" if is_paged else "k"], given["v_cache" if is_paged else "v"]
+    query_dims = 4 if "k" in given and "cu_seqlens_q" not in given else 3
+    if q.dim() != query_dims or k.dim() != (4 if is_paged else query_dims):
+        return False
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or (query_dims == 4 and q.shape[0] != k.shape[0]):
         return False
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         return False
     if not (q.numel() and k.numel()) or q.shape[-2] % k.shape[-2]:
         return False
-    return q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-
-
-def _is_index(x: torch.Tensor | None, dims: int = 1) -> bool:
-    return x is not None and x.dtype is torch.int32 and x.dim() == dims
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return False
+    return all(given[name].dtype is torch.int32 for name in _INDICES if given.get(name) is not None)
 
 
 def _like(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
     """What the op is to write; None where it allocates a tensor with the strides of ``empty_like(q)`` itself."""
     return out if out is not None or q.is_contiguous() else torch.empty_like(q)
+
+
+def new_generator_state(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``_flash_attention_forward`` returns after its log-sum-exps: the generator's state, an unused number and the
+    debug mask, of the shapes that torch expects. Nothing is dropped, so no kernel reads them."""
+    index = out.get_device()
+    here, elsewhere = _ways_to_empty(index)
+    empty = here if current_device() == index else elsewhere
+    return empty((2,), (1,), _UINT64), empty((), (), _UINT64), empty((0,), (1,), out.dtype)
+
+
+@functools.cache
+def _ways_to_empty(index: int) -> tuple[Empty, Empty]:
+    return ways_to_empty(torch.device("cpu") if index < 0 else torch.device("cuda", index))

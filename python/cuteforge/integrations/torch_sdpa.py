@@ -16,7 +16,7 @@ from torch.library import Library
 
 from cuteforge.arguments import described, flag
 from cuteforge.errors import ContractError
-from cuteforge.integrations.aten_attention import CudnnCall, FlashCall, Served
+from cuteforge.integrations.aten_attention import CudnnCall, FlashCall, Served, new_generator_state
 from cuteforge.integrations.versions import require_torch_operator, require_torch_registry
 
 require_torch_registry()
@@ -216,13 +216,10 @@ def _forward(served: Served, before: Kernel) -> Kernel:
     """The kernel of ``_flash_attention_forward``."""
 
     def kernel(keys: Any, *args: Any, **options: Any) -> tuple:
-        results = served.flash(FlashCall(*args, **options)) if options.keys() <= _FLASH_NAMES else None
+        results = served.flash(FlashCall(*args, **options)) if _FLASH_NAMES.issuperset(options) else None
         if results is None:
             return before(keys, *args, **options)
-        out, lse = results
-        # Nothing is dropped: no kernel reads the state of the generator or the mask, whose shapes torch expects.
-        state, unused = out.new_empty(2, dtype=torch.uint64), out.new_empty((), dtype=torch.uint64)
-        return out, lse, state, unused, out.new_empty(0)
+        return *results, *new_generator_state(results[0])
 
     return kernel
 
@@ -231,7 +228,9 @@ def _forward_into(served: Served, before: Kernel) -> Kernel:
     """The kernel of ``_flash_attention_forward_no_dropout_inplace``."""
 
     def kernel(keys: Any, out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        results = served.flash(FlashCall(*args, **options), out) if options.keys() <= _FLASH_NAMES else None
+        results = None
+        if _FLASH_NAMES.issuperset(options) and out.shape == args[0].shape and out.dtype == args[0].dtype:
+            results = served.flash(FlashCall(*args, **options), out)
         return before(keys, out, *args, **options) if results is None else results[1]
 
     return kernel
@@ -241,7 +240,7 @@ def _cudnn(served: Served, before: Kernel) -> Kernel:
     """The kernel of ``_scaled_dot_product_cudnn_attention``."""
 
     def kernel(keys: Any, *args: Any, **options: Any) -> tuple:
-        call = CudnnCall(*args, **options) if options.keys() <= _CUDNN_NAMES else None
+        call = CudnnCall(*args, **options) if _CUDNN_NAMES.issuperset(options) else None
         out = None if call is None else served.cudnn(call)
         if out is None:
             return before(keys, *args, **options)

@@ -161,16 +161,25 @@ def test_pages_are_served(log, lens_q, op, as_offsets):
         torch.testing.assert_close(lse[:, first:end], want_lse[0].float(), rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"window_size_left": 3, "window_size_right": 0}, {"max_q": 2}, {"heads": KV_HEADS}],
-    ids=["window", "more queries", "no head groups"],
-)
-def test_only_the_step_that_torchs_kernel_reads_without_offsets_is_a_decode(log, change):
-    (q, k, v), options = paged((1, 1, 1), (9, 1, 6))
-    q = q[:, : change.pop("heads", HEADS)]
-    torch.ops.aten._flash_attention_forward(q, k, v, **options | change)
+@pytest.mark.parametrize(("lens_q", "max_q"), [((1, 1, 1), 2), ((2, 0, 1), 2), ((1, 1, 0), 1)])
+def test_only_one_query_token_for_each_request_is_a_decode(log, lens_q, max_q):
+    (q, k, v), options = paged(lens_q, (9, 1, 6), max_q=max_q)
+    torch.ops.aten._flash_attention_forward(q, k, v, **options)
     assert log.ops == ["PagedGQAPrefill"]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (3, 2), (-1, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_window_of_a_step_of_decode(log, window, causal):
+    (q, k, v), options = paged((1, 1, 1), (9, 1, 6), is_causal=causal)
+    options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    out = torch.ops.aten._flash_attention_forward(q, k, v, **options)[0]
+    assert log.ops == ["PagedGQADecode"]
+    for b, count in enumerate((9, 1, 6)):
+        keys, values = (x[options["block_table"][b].long()].flatten(0, 1)[None, :count] for x in (k, v))
+        left = None if window[0] < 0 else window[0]
+        want, _ = reference.attend(q[None, b : b + 1], keys, values, window=(left, None))
+        torch.testing.assert_close(out[b].float(), want[0, 0].float(), rtol=0, atol=2e-2)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, FORWARD_INTO), reason="this torch has no such operator")

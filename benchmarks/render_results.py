@@ -1,7 +1,7 @@
 """Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
 python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md,
-docs/dev/performance.md, README.md
+docs/other_gpus.md, docs/dev/performance.md, README.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
@@ -25,6 +25,7 @@ import bench_rotary
 import harness
 import peers
 import plots
+import reckoned
 import runner
 import speeds
 from harness import Bar, Row
@@ -32,6 +33,7 @@ from harness import Bar, Row
 DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
 PAGES_DIR, README = DOCS_DIR / "api", DOCS_DIR.parent / "README.md"
 PERFORMANCE_PAGE, TARGETS_PAGE = DOCS_DIR / "performance.md", DOCS_DIR / "dev" / "performance.md"
+RECKONED_PAGE = DOCS_DIR / "other_gpus.md"
 TITLES = {
     "attention": "Attention",
     "paged_attention": "Paged attention",
@@ -269,6 +271,7 @@ def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[path
     bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in TITLES}
     sections = (f"### {title}\n\n{render_targets(family, reports[family])}" for family, title in TITLES.items())
     bodies[PERFORMANCE_PAGE] = render_speeds(reports)
+    bodies[RECKONED_PAGE] = reckoned.render(TITLES, reports)
     bodies[TARGETS_PAGE] = "\n\n".join(sections)
     bodies[README] = render_summary(reports)
     return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}

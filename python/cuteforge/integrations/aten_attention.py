@@ -265,7 +265,7 @@ def new_generator_state(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     debug mask, of the shapes that torch expects. Nothing is dropped, so no kernel reads them."""
     index = out.get_device()
     here, elsewhere = _ways_to_empty(index)
-    empty = here if current_device() == index else elsewhere
+    empty = here if index >= 0 and current_device() == index else elsewhere
     return empty((2,), (1,), _UINT64), empty((), (), _UINT64), empty((0,), (1,), out.dtype)
 
 

@@ -27,10 +27,10 @@ def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(size or count))
 
 
-def smem_words(address, count: int) -> cute.Tensor:
-    """32-bit words in shared memory at a byte address aligned to all of them."""
+def smem_words(address, count: int, size: int | None = None) -> cute.Tensor:
+    """32-bit words in shared memory at a byte address aligned to `count` of them: `size` of them, or `count`."""
     pointer = cute.make_ptr(cutlass.Uint32, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer, cute.make_layout(count))
+    return cute.make_tensor(pointer, cute.make_layout(size or count))
 
 
 def l2_policy(priority: str):

@@ -83,9 +83,9 @@ class Weighing(TraceConstant):
         self.mask, self.cap = ScoreMask(work, rows.of_lane, lane), ScoreCap(scale, work.ops.softcap)
         self.softmax, self.rows = softmax, rows
 
-    def apply(self, rS, tile) -> None:
-        self.cap.apply(rS)
-        self.mask.apply(rS, tile, self.mask.look_up(tile))
+    def apply(self, rS, tile, found) -> None:
+        """`found` is what the mask has for the tile, None if it was not looked up yet."""
+        self.cap.apply(rS, self.mask, tile, self.mask.look_up(tile) if found is None else found)
         self.softmax.update(rS, self.rows.rO, self.rows.rWeight)
 
 
@@ -281,8 +281,9 @@ class Attention(Entry):
         (k_rows, v_rows), (k_offset, v_offset) = shape.rows, shape.offsets
         address = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_rows // 8, 4), Float32)
+        found = weighing.mask.look_up(tile) if self.traits.keeps_mask_bytes else None
         self._multiply_keys(address + k_offset + OperandLanes(lane, k_rows).rows_as_columns, queries, rS)
-        weighing.apply(rS, tile)
+        weighing.apply(rS, tile, found)
         self._multiply_values(address + v_offset + OperandLanes(lane, v_rows).rows_summed, rS, rows.rO, rows.rWeight)
 
     def _multiply_keys(self, address, queries, rS) -> None:

@@ -137,9 +137,9 @@ class ConsumerWarp(TraceConstant):
         first, end = work.key_tiles()
         rS, rP = fragments.rS, fragments.rP
         fragments.rO.fill(0.0)
-        kept = weighing.mask.look_up(first)
+        found = weighing.mask.look_up(first)
         set_registers(rS, wait_groups(0, values_of(rS))[0])
-        weighing.weigh(rS, first, kept, stage)
+        weighing.weigh(rS, first, found, stage)
         self.products.round_weights(rS, rP)
         self._wait_for_keys(stage, phase, end - first > 1)
         for i in cutlass.range(first + 1, end, unroll=1):
@@ -166,9 +166,9 @@ class ConsumerWarp(TraceConstant):
         self.products.scores(queries, keys.address(ahead), rS)
         values.consumer_wait(stage, phase)
         self.products.values(rP, values.address(stage), rO, hands_over=True)
-        kept = weighing.mask.look_up(i)
+        found = weighing.mask.look_up(i)
         set_registers(rS, wait_groups(1, values_of(rS))[0])
-        rScale, grew = weighing.weigh(rS, i, kept, ahead)
+        rScale, grew = weighing.weigh(rS, i, found, ahead)
         self._wait_for_keys(ahead, ahead_phase, (i + 1 < end) & weighing.softmax.is_added_up())
         # The weights are found while the values of the tile before are added up; until then that reads the old ones, so
         # the new ones are rounded afterwards.
@@ -223,14 +223,13 @@ class Weighing(TraceConstant):
         self.mask, self.cap = ScoreMask(work, rows, warp.lane), ScoreCap(warp.scale, work.ops.softcap)
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, tile: Int32, kept: list | None, stage: Int32):
+    def weigh(self, rS: cute.Tensor, tile: Int32, found: list | None, stage: Int32):
         """Turn the scores of a tile of keys, which were in a stage, into weights; as `OnlineSoftmax.weigh`.
 
-        `kept` is what the mask has for the tile."""
+        `found` is what the mask has for the tile."""
         self.warp.buffers.tokens[KEYS].consumer_release(stage, self.warp.lane)
         take_sign(rS, self.warp.scale)
-        self.cap.apply(rS)
-        self.mask.apply(rS, tile, kept)
+        self.cap.apply(rS, self.mask, tile, found)
         return self.softmax.weigh(rS)
 
     def store(self, rO: cute.Tensor) -> None:

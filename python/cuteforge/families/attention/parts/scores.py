@@ -2,10 +2,11 @@
 where the op has a cap."""
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 
 from cuteforge.device.math import LOG2_E, select, tanh_scaled
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.parts.softmax import HALVES
 
 
 def score_factor(scale, softcap) -> Float32:
@@ -17,15 +18,22 @@ def score_factor(scale, softcap) -> Float32:
 
 class ScoreCap(TraceConstant):
     """Turns scores, which have the sign of the scale already, into ``tanh(|scale| * score / softcap)``; without a
-    softcap it leaves them alone."""
+    softcap it leaves them alone. Then masks them."""
 
     def __init__(self, scale, softcap):
         self.scale = None if softcap is None else cutlass.max(scale, -scale) * (2 * LOG2_E) / softcap
 
     @cute.jit
-    def apply(self, rS: cute.Tensor):
+    def apply(self, rS: cute.Tensor, mask, tile: Int32, found):
+        """Cap the scores of a tile of keys, and mask them; `found` is what `mask` has looked up for it."""
         if cutlass.const_expr(self.scale is not None):
+            # Four of a row are capped together. What does not count may be NaN and must not reach what does.
+            mask.apply(rS, tile, found)
             for block in cutlass.range_constexpr(rS.shape[0]):
-                for n in cutlass.range_constexpr(rS.shape[1]):
-                    for e in cutlass.range_constexpr(4):
-                        rS[block, n, e] = tanh_scaled(rS[block, n, e], self.scale)
+                for n in cutlass.range_constexpr(0, rS.shape[1], 2):
+                    for half in cutlass.range_constexpr(HALVES):
+                        places = [(n + i, 2 * half + e) for i in range(2) for e in range(2)]
+                        capped = tanh_scaled([rS[block, m, e] for m, e in places], self.scale)
+                        for (m, e), value in zip(places, capped):
+                            rS[block, m, e] = value
+        mask.apply(rS, tile, found)

@@ -8,7 +8,7 @@ request: loads of the two bytes that a lane needs took more of L1's time than th
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import gmem_run
+from cuteforge.device.copy import gmem_run, prefetch
 from cuteforge.device.math import NEG_INF, select, where
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.parts.softmax import HALVES
@@ -172,7 +172,7 @@ class MaskRow(TraceConstant):
     def _prefetch(self, col: Int32):
         """What the next tile needs comes to L1 meanwhile."""
         if col < self.num_cols:
-            cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[self.address + Int64(col)])
+            prefetch(self.address + Int64(col))
 
     @cute.jit
     def load(self, col: Int32, num_cols: Int32):

@@ -119,6 +119,12 @@ class Traits(WorkTraits):
         return 2 if self.problem.is_paged and self.tile.key_warps > 1 and self.problem.widest <= 128 else 1
 
     @property
+    def bias_is_ahead(self) -> bool:
+        """Whether the bias of a tile of keys is loaded before the products that it is added to: where it takes few
+        registers."""
+        return self.tile.m_blocks * self.tile.tile_n <= 32
+
+    @property
     def join_pitch(self) -> int:
         """Row pitch, in fp32 elements, of the shared memory in which the key warps add up their results."""
         return self.problem.v_dim + 4
@@ -255,9 +261,9 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
 
 
 def _lacks_registers(problem: Problem, arch: Arch) -> bool:
-    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the
-    assembler needs more of them."""
-    return problem.mask_rank > 0 or arch.major >= 10
+    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, with a bias, and
+    where the assembler needs more of them."""
+    return problem.mask_rank > 0 or problem.has_bias or arch.major >= 10
 
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:

@@ -21,12 +21,13 @@ from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, Barrier, Traits
 from cuteforge.families.attention.forward.entry import Entry, build_entry
 from cuteforge.families.attention.keys.ring import TokenRing
+from cuteforge.families.attention.parts.bias import ScoreBias
 from cuteforge.families.attention.parts.cluster import ClusterPart, InCluster
 from cuteforge.families.attention.parts.combine import Combine
 from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.queries import load_queries
 from cuteforge.families.attention.parts.result import KeyWarpJoin, Results
-from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
+from cuteforge.families.attention.parts.scores import ScoreCap, weighing_factor
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.limits import Limits
@@ -77,14 +78,17 @@ class WarpRows(TraceConstant):
 
 
 class Weighing(TraceConstant):
-    """From the scores of a tile of keys to weights: cap, mask and softmax."""
+    """From the scores of a tile of keys to weights: cap, bias, mask and softmax."""
 
     def __init__(self, work: WorkTile, rows: WarpRows, softmax: OnlineSoftmax, scale, lane):
         self.mask, self.cap = ScoreMask(work, rows.of_lane, lane), ScoreCap(scale, work.ops.softcap)
+        self.bias = ScoreBias(work, rows.of_lane, scale, lane, work.traits.bias_is_ahead)
         self.softmax, self.rows = softmax, rows
 
-    def apply(self, rS, tile) -> None:
+    def apply(self, rS, tile, bias: list | None) -> None:
+        """`bias` is what was looked up for the tile."""
         self.cap.apply(rS)
+        self.bias.add(rS, tile, bias)
         self.mask.apply(rS, tile, self.mask.look_up(tile))
         self.softmax.update(rS, self.rows.rO, self.rows.rWeight)
 
@@ -205,7 +209,7 @@ class Attention(Entry):
         if cutlass.const_expr(self.traits.problem.appends):
             if warp == 0 and granule == 0 and work.first_row == 0:
                 source.append(lane)
-        softmax = OnlineSoftmax(tile.m_blocks, score_factor(scale, work.ops.softcap), self.traits.keeps_sums)
+        softmax = OnlineSoftmax(tile.m_blocks, weighing_factor(work.ops, scale), self.traits.keeps_sums)
         warp_rows = ROW_BLOCK * tile.m_blocks
         # all key warps leave the same rows at the same address
         query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows.first.pitch_bytes)
@@ -281,8 +285,9 @@ class Attention(Entry):
         (k_rows, v_rows), (k_offset, v_offset) = shape.rows, shape.offsets
         address = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_rows // 8, 4), Float32)
+        bias = weighing.bias.look_up(tile)
         self._multiply_keys(address + k_offset + OperandLanes(lane, k_rows).rows_as_columns, queries, rS)
-        weighing.apply(rS, tile)
+        weighing.apply(rS, tile, bias)
         self._multiply_values(address + v_offset + OperandLanes(lane, v_rows).rows_summed, rS, rows.rO, rows.rWeight)
 
     def _multiply_keys(self, address, queries, rS) -> None:

@@ -42,6 +42,8 @@ MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
+import os
+AHEAD=bool(int(os.environ.get('AHEAD','1')));KEYS=int(os.environ.get('KEYS','0'))
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
 
@@ -96,6 +98,11 @@ class WarpgroupTraits(WorkTraits):
     @property
     def registers(self) -> Registers:
         return (PAGED_REGISTERS if self.problem.is_paged else REGISTERS)[self.tile.warpgroups]
+
+    @property
+    def bias_is_ahead(self) -> bool:
+        """Whether the bias of a tile of keys is loaded before the products that it is added to are waited for."""
+        return AHEAD
 
     @property
     def box_rows(self) -> int:
@@ -176,8 +183,12 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
         # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
         # change the bits of the results, which are those of no mask where the mask keeps all
         is_full = problem.mask_rank > 0 and (problem.is_paged or problem.widest <= 64)
+        if problem.has_bias:
+            return WarpgroupTile(2, KEYS or 96, num_stages)
         return WarpgroupTile(2 if has_few_rows or is_full else 3, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128
+    if problem.has_bias:
+        return WarpgroupTile(2, KEYS or 64, num_stages)
     return WarpgroupTile(2, 80 if is_wide else MAX_TILE_KEYS, num_stages)
 
 

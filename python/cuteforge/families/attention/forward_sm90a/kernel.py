@@ -29,9 +29,10 @@ from cuteforge.families.attention.forward_sm90a.products import (
     take_sign,
     values_of,
 )
+from cuteforge.families.attention.parts.bias import ScoreBias
 from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.result import Results
-from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
+from cuteforge.families.attention.parts.scores import ScoreCap, weighing_factor
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.limits import Limits
@@ -137,9 +138,9 @@ class ConsumerWarp(TraceConstant):
         first, end = work.key_tiles()
         rS, rP = fragments.rS, fragments.rP
         fragments.rO.fill(0.0)
-        kept = weighing.mask.look_up(first)
+        found = weighing.look_up(first)
         set_registers(rS, wait_groups(0, values_of(rS))[0])
-        weighing.weigh(rS, first, kept, stage)
+        weighing.weigh(rS, first, found, stage)
         self.products.round_weights(rS, rP)
         self._wait_for_keys(stage, phase, end - first > 1)
         for i in cutlass.range(first + 1, end, unroll=1):
@@ -166,9 +167,9 @@ class ConsumerWarp(TraceConstant):
         self.products.scores(queries, keys.address(ahead), rS)
         values.consumer_wait(stage, phase)
         self.products.values(rP, values.address(stage), rO, hands_over=True)
-        kept = weighing.mask.look_up(i)
+        found = weighing.look_up(i)
         set_registers(rS, wait_groups(1, values_of(rS))[0])
-        rScale, grew = weighing.weigh(rS, i, kept, ahead)
+        rScale, grew = weighing.weigh(rS, i, found, ahead)
         self._wait_for_keys(ahead, ahead_phase, (i + 1 < end) & weighing.softmax.is_added_up())
         # The weights are found while the values of the tile before are added up; until then that reads the old ones, so
         # the new ones are rounded afterwards.
@@ -219,17 +220,24 @@ class Weighing(TraceConstant):
 
     def __init__(self, warp: ConsumerWarp, work: WorkTile, rows: list):
         self.warp, self.work, self.rows = warp, work, rows
-        self.softmax = OnlineSoftmax(1, score_factor(warp.scale, work.ops.softcap), True)
+        self.softmax = OnlineSoftmax(1, weighing_factor(work.ops, warp.scale), True)
         self.mask, self.cap = ScoreMask(work, rows, warp.lane), ScoreCap(warp.scale, work.ops.softcap)
+        self.bias = ScoreBias(work, rows, warp.scale, warp.lane, work.traits.bias_is_ahead)
+
+    def look_up(self, tile) -> tuple:
+        """What the mask and the bias have for a tile of keys, on its way while scores are computed."""
+        return self.mask.look_up(tile), self.bias.look_up(tile)
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, tile: Int32, kept: list | None, stage: Int32):
+    def weigh(self, rS: cute.Tensor, tile: Int32, found: tuple, stage: Int32):
         """Turn the scores of a tile of keys, which were in a stage, into weights; as `OnlineSoftmax.weigh`.
 
-        `kept` is what the mask has for the tile."""
+        `found` is what was looked up for the tile."""
+        kept, bias = found
         self.warp.buffers.tokens[KEYS].consumer_release(stage, self.warp.lane)
         take_sign(rS, self.warp.scale)
         self.cap.apply(rS)
+        self.bias.add(rS, tile, bias)
         self.mask.apply(rS, tile, kept)
         return self.softmax.weigh(rS)
 

@@ -9,10 +9,15 @@ from cuteforge.device.traced import TraceConstant
 
 
 def score_factor(scale, softcap) -> Float32:
-    """What the softmax takes scores times, so that exp becomes exp2; of capped ones, which are between -1 and 1."""
+    """What scores are taken times, so that exp becomes exp2; of capped ones, which are between -1 and 1."""
     if softcap is not None:
         return softcap * LOG2_E
     return Float32(select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E))
+
+
+def weighing_factor(ops, scale) -> Float32:
+    """What the softmax takes scores times: after a bias they are what exp2 takes."""
+    return score_factor(scale, ops.softcap) if ops.mBias is None else Float32(1.0)
 
 
 class ScoreCap(TraceConstant):

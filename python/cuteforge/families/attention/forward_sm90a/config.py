@@ -43,7 +43,9 @@ MAX_TILE_KEYS = 128
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
 import os
-AHEAD=bool(int(os.environ.get('AHEAD','1')));KEYS=int(os.environ.get('KEYS','0'))
+
+AHEAD = bool(int(os.environ.get("AHEAD", "1")))
+KEYS = int(os.environ.get("KEYS", "0"))
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
 

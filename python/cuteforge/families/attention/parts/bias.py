@@ -15,8 +15,8 @@ NEG_INF_PAIRS = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00, "float32": 0xFF8
 
 
 class ScoreBias(TraceConstant):
-    """Turns scores into ``(|scale| * score + bias) * log2(e)``, which the softmax takes as they are. Capped scores, which
-    are between -1 and 1, are taken times the cap instead of the scale. Without a bias it leaves scores alone.
+    """Turns scores into ``(|scale| * score + bias) * log2(e)``, which the softmax takes as they are. Capped scores are
+    between -1 and 1, and are taken times the cap instead of the scale. Without a bias it leaves scores alone.
 
     Args:
         rows: a lane's packed rows, by block and half.

@@ -42,10 +42,9 @@ MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
-import os
-
-AHEAD = bool(int(os.environ.get("AHEAD", "1")))
-KEYS = int(os.environ.get("KEYS", "0"))
+# Of two warpgroups with a bias, for a lane's part of a tile.
+BIAS_TILE_REGISTERS = 184
+BIAS_GROUP_REGISTERS = 16  # of what is loaded when it is wanted
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
 
@@ -104,7 +103,7 @@ class WarpgroupTraits(WorkTraits):
     @property
     def bias_is_ahead(self) -> bool:
         """Whether the bias of a tile of keys is loaded before the products that it is added to are waited for."""
-        return AHEAD
+        return bias_is_ahead(self.problem)
 
     @property
     def box_rows(self) -> int:
@@ -181,16 +180,14 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
     """Three warpgroups where a lane then has registers for enough keys: the weights of one are found while the products
     of two others run (H200, 4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643
     with three and 80)."""
+    if problem.has_bias:
+        return WarpgroupTile(2, _most_keys_with_bias(problem), num_stages)
     if problem.widest <= 128:
         # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
         # change the bits of the results, which are those of no mask where the mask keeps all
         is_full = problem.mask_rank > 0 and (problem.is_paged or problem.widest <= 64)
-        if problem.has_bias:
-            return WarpgroupTile(2, KEYS or 96, num_stages)
         return WarpgroupTile(2 if has_few_rows or is_full else 3, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128
-    if problem.has_bias:
-        return WarpgroupTile(2, KEYS or 64, num_stages)
     return WarpgroupTile(2, 80 if is_wide else MAX_TILE_KEYS, num_stages)
 
 
@@ -203,3 +200,19 @@ def _most_keys(problem: Problem) -> int:
         room -= OPTION_REGISTERS
         most = MAX_OPTION_KEYS
     return min(room * 4 // 3 // 16 * 16, most)
+
+
+def _most_keys_with_bias(problem: Problem) -> int:
+    """Of a tile of two warpgroups: beside the sums of results, scores and weights, what is added to the scores."""
+    room = BIAS_TILE_REGISTERS - problem.v_dim // 2
+    quarters = 3  # registers for four keys
+    if bias_is_ahead(problem):
+        quarters += 2 if problem.bias_dtype == "float32" else 1
+    else:
+        room -= BIAS_GROUP_REGISTERS
+    return min(room * 4 // quarters // 16 * 16, MAX_TILE_KEYS)
+
+
+def bias_is_ahead(problem: Problem) -> bool:
+    """Whether the bias of a tile of keys is loaded before its scores are waited for: where registers hold it."""
+    return problem.v_dim <= 192

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import eager
 import harness
 import runner
 from harness import Bar
@@ -192,6 +193,16 @@ class Problem:
 
         return functools.partial(cuteforge.attention, *self.inputs, is_causal=self.config.get("causal", False))
 
+    def eager(self) -> Callable[[], Any]:
+        """The same in plain torch, in the layout of q."""
+        raise NotImplementedError
+
+    @property
+    def eager_bytes(self) -> int:
+        """What the scores of all requests and their weights take there."""
+        pairs = sum(q_len * kv_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
+        return eager.SCORE_BYTES * self.inputs[0].shape[-2] * pairs
+
     def check_ours(self, call: Callable[[], object], who: str) -> None:
         """Runs `call`, which writes `out`, on a poisoned one, and compares; AssertionError names the first stretch over
         its budget."""
@@ -264,6 +275,9 @@ class Dense(Problem):
         self.tensors, self.config = {}, {"causal": shape.causal}
         self.q_lens, self.kv_lens = [shape.q_len] * shape.batch, [shape.kv_len] * shape.batch
 
+    def eager(self) -> Callable[[], Any]:
+        return eager.attention(*self.inputs, **self.config)
+
     def request(self, b: int):
         return self.q[b], self.k[b], self.v[b]
 
@@ -289,6 +303,14 @@ class Packed(Problem):
         self.config = {"causal": True}
         self.q_lens = self.kv_lens = lengths
         self._starts = self.cu_seqlens.tolist()
+
+    def eager(self) -> Callable[[], Any]:
+        return eager.packed_attention(*self.inputs, self.q_lens, **self.config)
+
+    @property
+    def eager_bytes(self) -> int:
+        """Of the longest request: one comes after another."""
+        return eager.SCORE_BYTES * self.q.shape[1] * max(self.q_lens) ** 2
 
     def request(self, b: int):
         return tuple(self.rows(x, b) for x in self.inputs)
@@ -331,3 +353,14 @@ def dense_rivals(peers: Mapping[str, Any], names: Sequence[str], problem: Dense)
 
 def measure(run: runner.Run, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     return harness.measure_group(calls, repeats=run.repeats, scrubs=SCRUBS)
+
+
+def measure_eager(run: runner.Run, problem: Problem) -> dict[str, float]:
+    """The time of plain torch; nothing where it takes too much memory or time, or fails the check. The reason is
+    printed."""
+    if problem.eager_bytes > eager.MOST_BYTES:
+        size = f"{problem.eager_bytes * 1e-9:.0f} GB of scores"
+        print(f"{eager.NAME} is not measured on {problem.name}: {size}", file=sys.stderr)
+        return {}
+    calls = build_rivals({eager.NAME: problem.eager}, problem)
+    return runner.eager_us(problem.name, calls[eager.NAME], run.repeats) if calls else {}

@@ -26,6 +26,7 @@ from attention_problem import (
     dense_rivals,
     gated,
     measure,
+    measure_eager,
     ragged_lengths,
 )
 from harness import Bar, Row
@@ -122,7 +123,8 @@ def candidates(run: Run, problem: Dense, names: Sequence[str]) -> dict:
 def decode_rows(run: Run) -> Iterator[Row]:
     """One query token a request, against the read ceiling and the peers."""
     for shape in filter(lambda s: run.wants(f"{s.name} decode"), QUICK_DECODE if run.quick else DECODE):
-        us = measure(run, candidates(run, Dense(shape), DECODE_PEERS))
+        problem = Dense(shape)
+        us = measure(run, candidates(run, problem, DECODE_PEERS)) | measure_eager(run, problem)
         ours = us.pop("ours")
         yield run.row(shape.name, "decode", ours, shape.bytes, us, shape.all_bars(us), "read_tbps")
 
@@ -135,7 +137,7 @@ def prefill_rows(run: Run) -> Iterator[Row]:
         calls = candidates(run, problem, PREFILL_PEERS)
         if shape in PORTABLE and (arch := portable_arch()):
             calls["portable"] = gated(problem, "portable", arch)
-        us = measure(run, calls)
+        us = measure(run, calls) | measure_eager(run, problem)
         ours, portable = us.pop("ours"), us.pop("portable", None)
         yield run.row(shape.name, "prefill", ours, shape.flops, us, shape.all_bars(us), "matmul_tflops")
         if portable:
@@ -156,6 +158,7 @@ def ragged_rows(run: Run) -> Iterator[Row]:
     for case in filter(lambda c: run.wants(f"{c.name} prefill"), RAGGED[-1:] if run.quick else RAGGED):
         problem = Packed(case.name, case.lengths)
         us = measure(run, {"ours": gated(problem), **build_rivals(packed_rivals(run, problem), problem)})
+        us |= measure_eager(run, problem)
         ours = us.pop("ours")
         yield run.row(case.name, "prefill", ours, case.flops, us, case.bars, "matmul_tflops")
 

@@ -282,8 +282,8 @@ def speed_rows(run: Run) -> Iterator[Row]:
         for direction in filter(lambda d: run.wants(f"{shape.name} {d}"), DIRECTIONS):
             problem = Problem(shape)
             candidates = gated_candidates(problem, direction, run.peer, atomic=True)
-            candidates[eager.NAME] = gated_eager(problem, direction)
-            us = harness.measure_group(candidates, repeats=run.repeats, scrubs=eager.SCRUBS)
+            us = harness.measure_group(candidates, repeats=run.repeats)
+            us |= runner.eager_us(f"{shape.name} {direction}", gated_eager(problem, direction), run.repeats)
             size_bytes, beside = shape.bytes(direction), {n: us[n] for n in us if n in (PEER, eager.NAME)}
             yield run.row(shape.name, direction, us["ours"], size_bytes, beside, getattr(shape, direction))
             if direction == "bwd":

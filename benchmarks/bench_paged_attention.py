@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import eager
 import peers
 import runner
 from attention_problem import (
@@ -28,6 +29,7 @@ from attention_problem import (
     gated,
     int_tensor,
     measure,
+    measure_eager,
     offsets,
     permutation,
     ragged_lengths,
@@ -99,6 +101,13 @@ class Paged(Problem):
 
     def rows(self, out, b: int):
         return out[b] if self._starts is None else out[self._starts[b] : self._starts[b + 1]]
+
+    def eager(self) -> Callable[[], Any]:
+        """Of requests of equal lengths."""
+        q, batch = self.inputs[0], len(self.kv_lens)
+        by_request = q.view(batch, -1, *q.shape[-2:])
+        call = eager.paged_attention(by_request, self.caches, self.page_table, self.kv_lens[0], **self.config)
+        return lambda: call().reshape(q.shape)
 
     def rival(self, peer: peers.FlashAttention4) -> Callable[[], Any]:
         """The same call of a peer."""
@@ -182,6 +191,7 @@ def decode_rows(run: Run) -> Iterator[Row]:
             (paged[1], page_1, {page_name(16): page_16}, (Bar("ratio", SINGLE_TOKEN_LIMIT, page_name(16)),)),
         )
         for problem, own_us, beside, bars in rows:
+            beside |= measure_eager(run, problem)
             yield run.row(problem.name, "decode", own_us, shape.bytes, beside, bars, "read_tbps")
 
 
@@ -196,7 +206,7 @@ def prefill_rows(run: Run) -> Iterator[Row]:
                 peer_us = {n: us[n] for n in us if n == f"{FA4} {page_name(page_size)}"}
                 limit = PAGED_LIMIT if page_size >= 16 else SINGLE_TOKEN_LIMIT
                 bars = (*shape.all_bars(peer_us), Bar("ratio", limit, OURS_DENSE))
-                beside = {OURS_DENSE: us[OURS_DENSE], **peer_us}
+                beside = {OURS_DENSE: us[OURS_DENSE], **peer_us, **measure_eager(run, problem)}
                 own_us = us[page_name(page_size)]
                 yield run.row(problem.name, "prefill", own_us, shape.flops, beside, bars, "matmul_tflops")
 

@@ -183,8 +183,8 @@ def speed_rows(run: Run) -> Iterator[Row]:
         problem = Problem(shape)
         moves = {SAME_SIZE_COPY: problem.copy(), SAME_SIZE_NEG: problem.negation()}
         repeats = run.repeats * (SHORT_REPEATS if shape.tokens <= SHORT_TOKENS else 1)
-        calls = {**gated_candidates(problem, run.peer), eager.NAME: gated_eager(problem), **moves}
-        us = harness.measure_group(calls, repeats=repeats, scrubs=eager.SCRUBS)
+        us = harness.measure_group({**gated_candidates(problem, run.peer), **moves}, repeats=repeats)
+        us |= runner.eager_us(shape.name, gated_eager(problem), repeats)
         beside = {COPY_CEILING: run.floor_us(shape.bytes)} | {name: us[name] for name in us if name != "ours"}
         yield run.row(shape.name, "rotate", us["ours"], shape.bytes, beside, shape.bars)
 

@@ -1,7 +1,7 @@
 """Writes the benchmark records into the docs, between two markers: what was measured, and how it stands to its targets.
 
 python benchmarks/render_results.py            docs/api/<family>.md of every family, docs/performance.md,
-docs/dev/performance.md, README.md
+docs/other_gpus.md, docs/dev/performance.md, README.md
 python benchmarks/render_results.py --check    only says whether they are current; exit status 1 if one is not
 """
 
@@ -13,7 +13,7 @@ import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ import bench_attention
 import bench_csa
 import bench_paged_attention
 import bench_rotary
+import eager
 import harness
 import peers
 import plots
+import reckoned
 import runner
 import speeds
 from harness import Bar, Row
@@ -32,6 +34,7 @@ from harness import Bar, Row
 DOCS_DIR = pathlib.Path(__file__).resolve().parents[1] / "docs"
 PAGES_DIR, README = DOCS_DIR / "api", DOCS_DIR.parent / "README.md"
 PERFORMANCE_PAGE, TARGETS_PAGE = DOCS_DIR / "performance.md", DOCS_DIR / "dev" / "performance.md"
+RECKONED_PAGE = DOCS_DIR / "other_gpus.md"
 TITLES = {
     "attention": "Attention",
     "paged_attention": "Paged attention",
@@ -47,8 +50,8 @@ HEADER, RULE = (
     ("case", "metric", "µs", "speed", "of ceiling", "beside it"),
     ("---", "---", "---:", "---:", "---:", "---"),
 )
-SUMMARY_HEADER = ("", "beside", "cases", "best", "median", "worst")
-SUMMARY_RULE = ("---", "---", "---:", "---:", "---:", "---:")
+SUMMARY_HEADER = ("", "beside", "cases", "best", "median", "worst", "beside torch eager, median")
+SUMMARY_RULE = ("---", "---", "---:", "---:", "---:", "---:", "---:")
 TARGET_HEADER, TARGET_RULE = ("case", "metric", "µs", "target"), ("---", "---", "---:", "---")
 
 
@@ -65,14 +68,24 @@ class Group:
     def ratios(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str]]:
         """Of each case our time over that of the fastest of them, and their names."""
         worst, names = [], {}
-        for comparison in (comparison for report in reports for comparison in plots.comparisons(report)):
-            case, _, metric = comparison.case.rpartition(", ")
-            ratios = {name: x for name, x in comparison.ratios.items() if not self.peers or name in self.peers}
-            if ratios and metric == self.metric and case.endswith(" portable") is self.is_portable:
+        for beside in self._comparisons(reports):
+            ratios = {n: x for n, x in beside.items() if n != eager.NAME and (not self.peers or n in self.peers)}
+            if ratios:
                 worst.append(max(ratios.values()))
                 # pages of another size do not make another library
                 names |= dict.fromkeys(name.partition(" page ")[0] for name in ratios)
         return worst, list(names)
+
+    def eager_ratios(self, reports: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Our time over that of plain torch, of the cases where it was measured."""
+        return [beside[eager.NAME] for beside in self._comparisons(reports) if eager.NAME in beside]
+
+    def _comparisons(self, reports: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, float]]:
+        """Ratios by name, of each case of the group."""
+        for comparison in (comparison for report in reports for comparison in plots.comparisons(report)):
+            case, _, metric = comparison.case.rpartition(", ")
+            if metric == self.metric and case.endswith(" portable") is self.is_portable:
+                yield comparison.ratios
 
 
 GROUPS = (
@@ -89,13 +102,16 @@ GROUPS = (
 
 def render_summary(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """One line for each group of kernels: our time over that of the fastest other, of the best case, the middle one and
-    the worst."""
+    the worst; over that of plain torch the middle one, as there is no contest."""
     lines = []
     for group in GROUPS:
         ratios, names = group.ratios(reports[group.family])
         if ratios:
             extremes = (min(ratios), statistics.median(ratios), max(ratios))
-            lines.append((group.title, ", ".join(names), str(len(ratios)), *(f"{ratio:.2f}" for ratio in extremes)))
+            plain = group.eager_ratios(reports[group.family])
+            last = f"{statistics.median(plain):.2f}" if plain else "–"
+            counts = (group.title, ", ".join(names), str(len(ratios)))
+            lines.append((*counts, *(f"{ratio:.2f}" for ratio in extremes), last))
     return _table(SUMMARY_HEADER, SUMMARY_RULE, *lines)
 
 
@@ -269,6 +285,7 @@ def rendered_pages(results_dir: pathlib.Path = harness.RESULTS_DIR) -> dict[path
     bodies = {PAGES_DIR / f"{family}.md": render(family, reports[family]) for family in TITLES}
     sections = (f"### {title}\n\n{render_targets(family, reports[family])}" for family, title in TITLES.items())
     bodies[PERFORMANCE_PAGE] = render_speeds(reports)
+    bodies[RECKONED_PAGE] = reckoned.render(TITLES, reports)
     bodies[TARGETS_PAGE] = "\n\n".join(sections)
     bodies[README] = render_summary(reports)
     return {path: replace_section(path.read_text(encoding="utf-8"), body) for path, body in bodies.items()}

@@ -14,7 +14,8 @@ import eager
 import peers
 
 OURS = "cuteforge"
-ATTENTION_PEERS = (peers.CUDNN_SDPA, peers.FLASH_SDPA, peers.FlashAttention4.name)
+ATTENTION_PEERS = (peers.CUDNN_SDPA, peers.FLASH_SDPA, peers.FlashAttention4.name, eager.NAME)
+PAGED_PEERS = (f"{peers.FlashAttention4.name} page 16", eager.NAME)
 UNITS = {"flops": "TFLOP/s", "bytes": "TB/s"}
 
 
@@ -84,12 +85,11 @@ DECODE = Panel(
 )  # fmt: skip
 PAGED_PREFILL = Panel(
     "Prefill over pages of 16, causal", "sequences × tokens", "paged_attention", "prefill",
-    r"(\d+)x(\d+) h32/8 d128 causal page 16", (f"{peers.FlashAttention4.name} page 16",), "flops", "matmul_tflops",
-    "{}×{}",
+    r"(\d+)x(\d+) h32/8 d128 causal page 16", PAGED_PEERS, "flops", "matmul_tflops", "{}×{}",
 )  # fmt: skip
 PAGED_DECODE = Panel(
     "Decode over pages of 16", "requests × context", "paged_attention", "decode", r"(\d+)x(\d+) h32/8 d128 page 16",
-    (f"{peers.FlashAttention4.name} page 16",), "bytes", "read_tbps", "{}×{}",
+    PAGED_PEERS, "bytes", "read_tbps", "{}×{}",
 )  # fmt: skip
 ROTARY = Panel(
     "Rotary of q and k, halves", "tokens", "rotary", "rotate", r"(\d+) tokens halves",

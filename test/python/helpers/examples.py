@@ -21,10 +21,15 @@ _ON_GPU = re.compile(r'device"?[=:] ?"cuda')
 
 
 def public_names() -> dict[str, str]:
-    """The public names, and those that the reference lists, each with its module."""
+    """The public names, and those that the reference lists, each with its module.
+
+    Of two with one name the second is called by its module too.
+    """
     paths = _DIRECTIVE.findall((ROOT / "docs" / "reference.md").read_text())
-    shown = (path.rpartition(".") for path in paths if _file_of(path) is None)
-    return dict(sorted({**{name: module for module, _, name in shown}, **cuteforge._MODULE_OF}.items()))
+    found: dict[str, str] = {}
+    for module, _, name in (path.rpartition(".") for path in paths if _file_of(path) is None):
+        found[name if found.get(name, module) == module else f"{module.rpartition('.')[2]}.{name}"] = module
+    return dict(sorted({**found, **cuteforge._MODULE_OF}.items()))
 
 
 def _file_of(module: str) -> Path | None:
@@ -55,6 +60,7 @@ def _is_text(statement: Any) -> bool:
 def docstring_of(name: str) -> str:
     """Of a public name."""
     module = public_names()[name]
+    name = name.rpartition(".")[2]
     if name in _docstrings(module):
         return _docstrings(module)[name]
     made_in = getattr(getattr(importlib.import_module(module), name), "__module__", "")
@@ -62,7 +68,8 @@ def docstring_of(name: str) -> str:
 
 
 def class_of(name: str) -> type | None:
-    """The class of a public name, None where it is none. Integrations have functions only."""
+    """The class of a public name, None where it is none. One of an integration is not looked into:
+    what it integrates with may be missing."""
     module = public_names()[name]
     value = None if module.startswith("cuteforge.integrations.") else getattr(importlib.import_module(module), name)
     return value if inspect.isclass(value) else None

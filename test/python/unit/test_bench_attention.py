@@ -19,6 +19,7 @@ import attention_problem  # noqa: E402
 import bench_attention  # noqa: E402
 import bench_paged_attention  # noqa: E402
 import ceilings  # noqa: E402
+import eager  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
 import runner  # noqa: E402
@@ -87,7 +88,7 @@ def reference_as_kernel(monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Every candidate of a group takes 10 us, ours included; the groups that were measured."""
+    """Every candidate of a group takes 10 us, ours included, and plain torch 90; the groups that were measured."""
     groups = []
 
     def measure(run, calls):
@@ -96,6 +97,7 @@ def timed(monkeypatch):
 
     for module in (bench_attention, bench_paged_attention):
         monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(runner, "eager_us", lambda case, call, repeats: {eager.NAME: 90.0})
     monkeypatch.setattr(ceilings, "raw_launch", lambda: None)
     monkeypatch.setattr(harness, "measure_host", lambda calls: dict.fromkeys(calls, 5.0))
     return groups
@@ -238,7 +240,7 @@ def test_dense_sections_judge_ours_against_the_best_peer(monkeypatch, timed):
     (decode,) = bench_attention.decode_rows(run)
     prefill, portable = bench_attention.prefill_rows(run)
     for row in (decode, prefill, portable):
-        assert list(row.peers_us) == [peers.CUDNN_SDPA, peers.FLASH_SDPA]
+        assert list(row.peers_us) == [peers.CUDNN_SDPA, peers.FLASH_SDPA, eager.NAME]
         assert row.bars[0].is_met(row)
     assert decode.floor_us == pytest.approx(DECODE.bytes / 4.2e6)
     assert prefill.floor_us == pytest.approx(square.flops / 770e6)
@@ -247,8 +249,10 @@ def test_dense_sections_judge_ours_against_the_best_peer(monkeypatch, timed):
 
 
 def test_without_peers_the_bar_is_not_measured(monkeypatch, timed):
+    """Plain torch stands beside every case, and is no peer."""
     monkeypatch.setattr(bench_attention, "DECODE", (DECODE,))
     (row,) = bench_attention.decode_rows(run_with())
+    assert row.peers_us == {eager.NAME: 90.0}
     assert row.bars[0].verdict(row) == "not measured of any peer (bar <= 1x)"
 
 
@@ -262,6 +266,51 @@ def test_paged_sections_stand_beside_dense_and_page_16(monkeypatch, timed):
     prefills = list(bench_paged_attention.prefill_rows(run))
     assert [row.bars[-1].limit for row in prefills] == [1.05, 1.1]
     assert all(bar.is_met(row) is not False for row in (sixteen, one, *prefills) for bar in row.bars)
+    assert all(row.peers_us[eager.NAME] == 90.0 for row in (sixteen, one, *prefills))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_plain_torch_passes_the_check_and_gives_the_layout_of_q(name):
+    problem = problems()[name]
+    call = problem.eager()
+    assert call().shape == problem.inputs[0].shape
+    problem.check(call(), eager.NAME)
+
+
+def test_plain_torch_is_left_out_where_it_takes_too_much_memory(monkeypatch, capsys):
+    """And says so, before anything is allocated; packed requests come one after another."""
+    monkeypatch.setattr(runner, "eager_us", lambda *_: {eager.NAME: 90.0})
+    run, problem = run_with(), Dense(PREFILL)
+    assert problem.eager_bytes == eager.SCORE_BYTES * 2 * 8 * 80 * 96
+    assert Packed("packed", (40, 600), SMALL).eager_bytes == eager.SCORE_BYTES * 8 * 600 * 600
+    assert attention_problem.measure_eager(run, problem) == {eager.NAME: 90.0}
+    monkeypatch.setattr(eager, "MOST_BYTES", problem.eager_bytes - 1)
+    assert attention_problem.measure_eager(run, problem) == {}
+    assert f"torch eager is not measured on {PREFILL.name}: " in capsys.readouterr().err
+
+
+def test_plain_torch_that_is_wrong_has_no_figure(monkeypatch, capsys):
+    monkeypatch.setattr(runner, "eager_us", lambda *_: {eager.NAME: 90.0})
+    monkeypatch.setattr(eager, "_hidden", lambda q, kv_len: torch.zeros(q.shape[1], kv_len, dtype=torch.bool))
+    assert attention_problem.measure_eager(run_with(), Dense(PREFILL)) == {}
+    assert "off by" in capsys.readouterr().err
+
+
+def test_plain_torch_is_measured_by_itself_unless_a_call_takes_too_long(monkeypatch, capsys):
+    groups = []
+
+    def measure_group(calls, **options):
+        groups.append((list(calls), options))
+        return dict.fromkeys(calls, 90.0)
+
+    monkeypatch.setattr(harness, "measure_group", measure_group)
+    assert runner.eager_us("case", lambda: None, 20) == {eager.NAME: 90.0}
+    once, twenty = ({"repeats": n, "scrubs": eager.SCRUBS} for n in (1, 20))
+    assert groups == [([eager.NAME], once), ([eager.NAME], twenty)]
+    monkeypatch.setattr(eager, "MOST_US", 80.0)
+    assert runner.eager_us("case", lambda: None, 20) == {}
+    assert "torch eager is not measured on case: a call takes 0 ms" in capsys.readouterr().err
+    assert groups[2:] == [([eager.NAME], once)]
 
 
 def test_host_sections_time_every_entry(monkeypatch, timed):

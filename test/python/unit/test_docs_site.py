@@ -31,6 +31,8 @@ OTHERS = (
     "cuteforge.backends.selection.Decision",
     "cuteforge.backends.selection.Verdict",
     "cuteforge.integrations.transformers.register",
+    "cuteforge.integrations.torch_sdpa.register",
+    "cuteforge.integrations.torch_sdpa.Handle",
     "cuteforge.runtime.streams.Stream",
 )
 SIGNATURE = re.compile(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', re.DOTALL)

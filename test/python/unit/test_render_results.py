@@ -11,6 +11,7 @@ import pytest
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import reckoned  # noqa: E402
 import render_results  # noqa: E402
 
 REPORT = {
@@ -68,14 +69,16 @@ def test_without_a_record_the_page_says_how_to_make_one():
 
 
 def test_the_summary_has_the_best_the_middle_and_the_worst_case_of_each_group():
-    """Over the fastest other of each case; what is no other library, and what is for other GPUs, is not mixed in."""
+    """Over the fastest other of each case; what is no other library, and what is for other GPUs, is not mixed in. Plain
+    torch has a column of its own, with a dash where no record has it."""
     row = {**REPORT["rows"][0], "metric": "prefill", "ours_us": 30.0}
     cases = {
-        "a": {"torch cuDNN": 40.0, "flash-attn-4": 60.0},
-        "b": {"torch cuDNN": 25.0, "flash-attn-4": 50.0},
+        "a": {"torch cuDNN": 40.0, "flash-attn-4": 60.0, "torch eager": 300.0},
+        "b": {"torch cuDNN": 25.0, "flash-attn-4": 50.0, "torch eager": 20.0},
         "c": {"flash-attn-4": 30.0},
         "c portable": {"torch FA2": 15.0, "torch cuDNN": 10.0},
         "alone": {},
+        "beside plain torch only": {"torch eager": 100.0},
     }
     pages = {"d page 16": {"flash-attn-4 page 16": 20.0, "ours dense": 10.0}}
     reports = {
@@ -85,9 +88,9 @@ def test_the_summary_has_the_best_the_middle_and_the_worst_case_of_each_group():
     reports |= {"rotary": [], "csa": []}
     lines = render_results.render_summary(reports).splitlines()[2:]
     assert lines == [
-        "| prefill, dense and ragged | torch cuDNN, flash-attn-4 | 3 | 0.75 | 1.00 | 1.20 |",
-        "| prefill by `mma.sync`, as compiled for other GPUs | torch FA2 | 1 | 2.00 | 2.00 | 2.00 |",
-        "| prefill of pages | flash-attn-4 | 1 | 1.50 | 1.50 | 1.50 |",
+        "| prefill, dense and ragged | torch cuDNN, flash-attn-4 | 3 | 0.75 | 1.00 | 1.20 | 0.30 |",
+        "| prefill by `mma.sync`, as compiled for other GPUs | torch FA2 | 1 | 2.00 | 2.00 | 2.00 | – |",
+        "| prefill of pages | flash-attn-4 | 1 | 1.50 | 1.50 | 1.50 | – |",
     ]
 
 
@@ -162,6 +165,47 @@ def test_every_committed_row_has_its_target(record):
     without = [row["case"] for row in rows if not render_results.bars_of(record.stem, row)]
     smallest = [row["case"] for row in rows if row["case"].startswith("growth") and not row["peers_us"]]
     assert without == smallest
+
+
+def test_a_reckoned_time_is_the_longer_of_reading_and_multiplying():
+    gpu = reckoned.Gpu(2.0, 100.0, "")
+    assert gpu.us(reckoned.Work(8_000_000, 0)) == pytest.approx(4.0)
+    assert gpu.us(reckoned.Work(8_000_000, 600_000_000)) == pytest.approx(6.0)
+
+
+def test_reckoned_times_stand_beside_the_measured_one_and_its_share():
+    """Of cases of fixed size on the device: not of growth, host and start, and once for a case that has two rows."""
+    rows = [
+        REPORT["rows"][0],
+        {**REPORT["rows"][0], "case": "3x8192 d512 deterministic"},
+        {**REPORT["rows"][0], "case": "growth 8192 tokens"},
+        REPORT["rows"][1],
+    ]
+    lines = reckoned.render(render_results.TITLES, reports_of(csa=[{**REPORT, "rows": rows}])).splitlines()
+    assert [line for line in lines if "8192" in line or "import" in line] == [
+        "| 3x8192 d512 | fwd | 30.0 | 20.0 (67%) | 47.1 | 111 | 12.0 | 53.6 |"
+    ]
+    assert "| case | metric | NVIDIA H200, measured | H200, reckoned | A100, reckoned |" in "\n".join(lines)
+
+
+def test_work_of_attention_has_bytes_and_operations():
+    """A record holds what bounds a case on its GPU; on another the other one may. Short requests have so few keys that
+    a B200 multiplies them sooner than it reads them."""
+    row = {"case": "ragged 32x512 causal", "metric": "prefill", "bytes": None, "flops": 68_719_476_736}
+    work = reckoned.work_of(row)
+    assert work == (335_544_320, row["flops"])
+    assert reckoned.GPUS["B200"].us(work) == pytest.approx(work.bytes / 8e6)
+    held = {**row, "case": "what no benchmark has now"}
+    assert reckoned.work_of(held) == (0, row["flops"])
+
+
+@pytest.mark.parametrize("family", ["attention", "paged_attention"])
+def test_the_work_of_every_committed_case_of_attention_is_known_and_is_the_recorded_one(family):
+    for record in BENCHMARKS.glob(f"results/*/{family}.json"):
+        for row in filter(reckoned.is_fixed, json.loads(record.read_text())["rows"]):
+            work = reckoned.work_of(row)
+            assert work.bytes and work.flops, row["case"]
+            assert row["bytes"] in (None, work.bytes) and row["flops"] in (None, work.flops), row["case"]
 
 
 def test_every_page_with_a_section_is_rendered():

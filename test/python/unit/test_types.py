@@ -33,6 +33,7 @@ PUBLIC = sorted(set(cuteforge.__all__) - {"__version__"})
 # Types that a public function takes, gives, or hands to a backend, and that are not public names themselves.
 NEIGHBOURS = {
     "Batch": "cuteforge.serving.kv_cache",
+    "Handle": "cuteforge.integrations.torch_sdpa",
     "Decision": "cuteforge.backends.selection",
     "Request": "cuteforge.backends.interface",
     "Verdict": "cuteforge.backends.selection",

@@ -42,8 +42,9 @@ MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
-# Of two warpgroups with a bias, for a lane's part of a tile.
-BIAS_TILE_REGISTERS = 184
+# Of two warpgroups with a bias, for a lane's part of a tile; with 184, fp32 in pages with a mask and all options spills
+# 8 bytes (ptxas of CUDA 12).
+BIAS_TILE_REGISTERS, PAGED_BIAS_TILE_REGISTERS = 184, 180
 BIAS_GROUP_REGISTERS = 16  # of what is loaded when it is wanted
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
@@ -204,13 +205,12 @@ def _most_keys(problem: Problem) -> int:
 
 def _most_keys_with_bias(problem: Problem) -> int:
     """Of a tile of two warpgroups: beside the sums of results, scores and weights, what is added to the scores."""
-    room = BIAS_TILE_REGISTERS - problem.v_dim // 2
-    quarters = 3  # registers for four keys
-    if bias_is_ahead(problem):
-        quarters += 2 if problem.bias_dtype == "float32" else 1
-    else:
-        room -= BIAS_GROUP_REGISTERS
-    return min(room * 4 // quarters // 16 * 16, MAX_TILE_KEYS)
+    if not bias_is_ahead(problem):
+        room = BIAS_TILE_REGISTERS - BIAS_GROUP_REGISTERS - problem.v_dim // 2
+        return room * 4 // 3 // 16 * 16
+    room = (PAGED_BIAS_TILE_REGISTERS if problem.is_paged else BIAS_TILE_REGISTERS) - problem.v_dim // 2
+    room_of_key = 5 if problem.bias_dtype == "float32" else 4  # quarters of a register
+    return min(room * 4 // room_of_key // 16 * 16, MAX_TILE_KEYS)
 
 
 def bias_is_ahead(problem: Problem) -> bool:

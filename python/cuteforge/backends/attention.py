@@ -8,8 +8,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cuteforge.arguments import finite, flag, integer
-from cuteforge.backends import registry
-from cuteforge.backends.checks import check_agreement
+from cuteforge.backends import registry, sdpa
+from cuteforge.backends.checks import check_agreement, check_mask_dims
 from cuteforge.backends.interface import (
     AttentionBackend,
     AttentionCall,
@@ -56,9 +56,10 @@ def attention(
             all tokens of each request. Call it once for each layer and bind.
         kv_cache: a `KVCache` after `bind_prefill` or `bind_decode`.
         layer_id: the layer of the cache.
-        attn_mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``. B and L of 1 are
-            broadcast. With a cache its columns are positions in the request, its rows are the request's new tokens, and
-            what it lacks counts as masked.
+        attn_mask: bool, True keeps a score; or of a floating dtype, added to the scaled scores after a softcap, where
+            -inf masks. ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``; B and L of 1 are broadcast. With a cache its
+            columns are positions in the request, its rows are the request's new tokens, and what it lacks counts as
+            masked.
         is_causal: query i of L sees key j only if ``j <= i + (S - L)``, with L and S of the request. A mask applies on
             top.
         fwd: ``"decode"`` or ``"prefill"``. None: with a cache what was bound; without one decode for up to 16 query
@@ -107,6 +108,8 @@ def attention(
         if results is not None:
             return results[0]
     is_causal, scale, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    if attn_mask is not None and attn_mask.dtype is not torch.bool:
+        attn_mask, options, known_as = None, _with_bias(options, attn_mask), None
     request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
     if is_dynamo_compiling():
         chosen = _choose_traced(request, backend)
@@ -126,8 +129,10 @@ def explain_attention(
     """What `attention` would do with these arguments; see `explain`."""
     options, target = _options(window, softcap, sinks), target_of(arch)
     is_causal, _, layer_id = _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale)
+    if attn_mask is not None and attn_mask.dtype is not torch.bool:
+        attn_mask, options = None, _with_bias(options, attn_mask)
     request = _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options)
-    check_agreement(q, k, v, kv_cache, layer_id, attn_mask, sinks)
+    check_agreement(q, k, v, kv_cache, layer_id, attn_mask, sinks, options.get("bias"))
     if target is not None:
         request = request._replace(device=torch.device("cuda"), target=target)
     call = AttentionCall(q, k, v, kv_cache, layer_id, attn_mask, is_causal, request.fwd, options)
@@ -150,6 +155,12 @@ def _options(window, softcap, sinks) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _with_bias(options: dict[str, Any], attn_mask: torch.Tensor) -> dict[str, Any]:
+    """The options with a mask that is added to the scores: to backends it is one of them."""
+    check_mask_dims(attn_mask)
+    return options | {"bias": sdpa.with_four_dims(attn_mask)}
+
+
 def _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> tuple[bool, float | None, int]:
     """Check the arguments that every backend reads; returns flag, scale and layer as plain values. 0.6 us.
 
@@ -157,16 +168,23 @@ def _checked(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale) -> tuple[
         ContractError: names the argument.
     """
     check_operands(q, k, v, kv_cache)
-    if attn_mask is not None and getattr(attn_mask, "dtype", None) is not torch.bool:
-        got = attn_mask.dtype if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
-        raise ContractError(f"attn_mask: wanted a bool tensor, True keeps a score, got {got}")
     if attn_mask is not None:
-        require_tensor("attn_mask", attn_mask)
+        _check_mask_kind(attn_mask)
     if scale is not None:
         scale = finite("scale", scale)
     if kv_cache is not None:
         layer_id = _checked_layer(kv_cache, layer_id)
     return flag("is_causal", is_causal, or_number=True), scale, layer_id
+
+
+def _check_mask_kind(attn_mask: Any) -> None:
+    dtype = getattr(attn_mask, "dtype", None)
+    is_number = isinstance(attn_mask, torch.Tensor) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not torch.bool and not is_number:
+        got = dtype if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
+        wanted = "a bool tensor, True keeps a score, or one of a floating dtype, which is added to the scores"
+        raise ContractError(f"attn_mask: wanted {wanted}, got {got}")
+    require_tensor("attn_mask", attn_mask)
 
 
 def _checked_layer(kv_cache: Any, layer_id: Any) -> int:
@@ -179,7 +197,7 @@ def _checked_layer(kv_cache: Any, layer_id: Any) -> int:
 def _facts(q, k, v, kv_cache, attn_mask, is_causal, fwd, options) -> Request:
     """The facts of a call; its arguments have been checked. 1.5 us."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    followed = (q, k, v, options["sinks"]) if "sinks" in options else (q, k, v)
+    followed = (q, k, v, *[options[name] for name in ("sinks", "bias") if name in options])
     return Request(
         q.device, q.dtype, q_shape[-1], v_shape[-1], q_shape[-2], k_shape[-2], find_fwd(q, kv_cache, fwd),
         kv_cache is not None, attn_mask is not None, is_causal, derivative_of(*followed), tuple(options),

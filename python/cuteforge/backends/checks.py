@@ -14,8 +14,10 @@ from cuteforge.errors import ContractError
 _MASK_SHAPES = "(B, S), (B, L, S) or (B, 1|Hq, 1|L, S)"
 
 
-def check_agreement(q: Any, k: Any, v: Any, kv_cache: Any, layer_id: int, attn_mask: Any, sinks: Any) -> None:
-    """Refuse tensors that do not belong together.
+def check_agreement(
+    q: Any, k: Any, v: Any, kv_cache: Any, layer_id: int, attn_mask: Any, sinks: Any, bias: Any = None
+) -> None:  # fmt: skip
+    """Refuse tensors that do not belong together. A bias is the `attn_mask` of a call too, one that is added.
 
     Raises:
         ContractError: names the argument.
@@ -28,8 +30,9 @@ def check_agreement(q: Any, k: Any, v: Any, kv_cache: Any, layer_id: int, attn_m
         batch, (rows, *_) = bound_batch(kv_cache), packed(q, k, v)
         check_new_queries(rows, kv_cache.k_pool(layer_id), batch)
         sizes = batch.seqlens_k.shape[0], rows.shape[1], 1 if batch.is_decode else None, None
-    if attn_mask is not None:
-        check_mask(attn_mask, *sizes, q.device)
+    for mask in (attn_mask, bias):
+        if mask is not None:
+            check_mask(mask, *sizes, q.device)
 
 
 def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -62,13 +65,17 @@ def check_new_queries(q: torch.Tensor, k_pool: torch.Tensor, batch: Any) -> None
         raise ContractError(f"q: wanted {k_pool.dtype} on {k_pool.device}, as the cache, got {q.dtype} on {q.device}")
 
 
+def check_mask_dims(mask: torch.Tensor) -> None:
+    if mask.dim() not in (2, 3, 4):
+        raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
+
+
 def check_mask(
     mask: torch.Tensor, batch: int, heads: int, length: int | None, num_keys: int | None, device: torch.device
 ) -> None:
     """Refuse a mask that the call does not have. `length` and `num_keys` of None: rows, columns that it lacks count as
     masked."""
-    if mask.dim() not in (2, 3, 4):
-        raise ContractError(f"attn_mask: wanted shape {_MASK_SHAPES}, got {mask.dim()} dims")
+    check_mask_dims(mask)
     if mask.device != device:
         raise ContractError(f"attn_mask: wanted a tensor on {device}, got one on {mask.device}")
     got_batch, got_heads, got_length, got_keys = sdpa.with_four_dims(mask).shape

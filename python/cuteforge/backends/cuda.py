@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -68,9 +69,7 @@ class CudaBackend(AttentionBackend):
         try:
             return super().forward(*operands, **options)
         except ContractError as error:
-            if _is_of_mask(error):
-                raise ContractError(f"attn_{error}") from error
-            raise
+            raise _as_policy_says(error) from error
 
     def describe(self, call: AttentionCall, arch: Arch) -> KernelFacts:
         """The kernel of a call, on a GPU of `arch` that need not be here: its tile, its plan, and the reasons.
@@ -88,9 +87,7 @@ class CudaBackend(AttentionBackend):
         try:
             return describe(_op_of(call), arch)
         except ContractError as error:
-            if _is_of_mask(error):
-                raise ContractError(f"attn_{error}") from error
-            raise
+            raise _as_policy_says(error) from error
 
     def fwd_decode(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options):
         options = _as_wrappers_take(options) | {"mask": attn_mask, "softmax_scale": scale}
@@ -131,9 +128,10 @@ class CudaBackend(AttentionBackend):
         return out if q.dim() == 3 else out.unsqueeze(1)
 
 
-def _is_of_mask(error: ContractError) -> bool:
-    """Whether the wrappers refuse what `attention` calls attn_mask."""
-    return str(error).startswith("mask:")
+def _as_policy_says(error: ContractError) -> ContractError:
+    """The error of a wrapper under the argument's name in `attention`, which calls mask and bias attn_mask."""
+    name, colon, rest = str(error).partition(":")
+    return ContractError(f"attn_mask:{rest}") if colon and name in ("mask", "bias") else error
 
 
 def _op_of(call: AttentionCall) -> APIBase:
@@ -142,6 +140,8 @@ def _op_of(call: AttentionCall) -> APIBase:
     options |= {} if call.attn_mask is None else {"mask": spec_like(call.attn_mask)}
     if "sinks" in options:
         options["sinks"] = TensorSpec(options["sinks"].shape, "float32")  # as they are converted
+    if "bias" in options and options["bias"].dtype == "float64":
+        options["bias"] = replace(options["bias"], dtype="float32")
     is_decode = call.fwd == DECODE
     if call.kv_cache is None:
         q, k, v = map(spec_like, call[:3])
@@ -163,9 +163,12 @@ def _out_of(q: TensorSpec, v: TensorSpec) -> TensorSpec:
 
 
 def _as_wrappers_take(options: dict[str, Any]) -> dict[str, Any]:
-    """The kernels read sinks in fp32; models keep them in the dtype of their weights."""
-    sinks = options.get("sinks")
-    return options if sinks is None or not sinks.is_floating_point() else options | {"sinks": sinks.float()}
+    """The kernels read sinks in fp32; models keep them in the dtype of their weights. A bias they read in fp32 at
+    most."""
+    sinks, bias = options.get("sinks"), options.get("bias")
+    if sinks is not None and sinks.is_floating_point():
+        options = options | {"sinks": sinks.float()}
+    return options if bias is None or bias.dtype is not torch.float64 else options | {"bias": bias.float()}
 
 
 def _refusals(request: Request) -> Iterator[str]:
@@ -182,6 +185,7 @@ def _sample_op(request: Request, spec: Spec) -> APIBase:
     k, v = spec(*keys, request.head_dim, dtype=dtype), spec(*keys, request.v_dim, dtype=dtype)
     options = {"mask": spec(1, 1, dtype="bool") if request.has_mask else None, "causal": request.is_causal}
     samples = {"window": (0, 0), "softcap": 1.0, "sinks": spec(request.num_heads, dtype="float32")}
+    samples["bias"] = spec(1, 1, 1, 1, dtype="float32")
     options |= {name: samples[name] for name in request.options}
     is_decode = request.fwd == DECODE
     if not request.is_cached:

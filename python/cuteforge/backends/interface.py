@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from cuteforge.serving.kv_cache import KVCache
 
 DECODE, PREFILL = "decode", "prefill"
-# What a call may ask for beyond plain attention, by the name of the argument.
-OPTIONS = ("window", "softcap", "sinks")
+# What a call may ask for beyond plain attention, by the name of the argument; "bias" is an `attn_mask` that is added.
+OPTIONS = ("window", "softcap", "sinks", "bias")
 
 
 class Request(NamedTuple):
@@ -33,10 +33,10 @@ class Request(NamedTuple):
         head_dim, v_dim, num_heads, num_kv_heads: D, Dv, Hq and Hkv.
         fwd: ``"decode"`` or ``"prefill"``.
         is_cached: over a KVCache.
-        has_mask, is_causal: whether the call has a mask, and whether it is causal.
+        has_mask, is_causal: whether the call has a bool mask, and whether it is causal.
         derivative: ``"graph"``, for a graph of autograd in grad mode; ``"transform"``, for torch.func or forward mode;
             or None.
-        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` the call has.
+        options: which of ``"window"``, ``"softcap"``, ``"sinks"`` and ``"bias"`` the call has.
         target: the architecture that `explain` asks for; the GPU of `device` need not be here then.
 
     Examples:
@@ -85,8 +85,10 @@ class AttentionBackend(ABC):
         name: what users ask for it by.
         priority: backends with a larger number are asked first. The library's own have 100 (cuda), 50 (flash) and 0
             (torch_native, which serves everything). One below 0, as by default, serves only where it is asked for.
-        options: which of ``"window"``, ``"softcap"`` and ``"sinks"`` it takes. They are passed as keyword arguments,
-            and only in calls that have them. A backend is never asked for a call with an option that it does not take.
+        options: which of ``"window"``, ``"softcap"``, ``"sinks"`` and ``"bias"`` it takes. They are passed as keyword
+            arguments, and only in calls that have them. An `attn_mask` of a floating dtype is passed as `bias`,
+            ``(1|B, 1|Hq, 1|L, S)``, and `attn_mask` is None then. A backend is never asked for a call with an option
+            that it does not take.
 
     Examples:
         >>> import torch

@@ -27,6 +27,7 @@ def attend(
     scale: float | None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     by_scores: bool = False,
 ) -> torch.Tensor:
@@ -37,23 +38,30 @@ def attend(
         is_causal: query i sees key j iff ``j <= i + S - L``.
         scale: None is ``D**-0.5``; any finite number.
         softcap, sinks: as of `attention`; with either all scores are held at once.
+        bias: ``(1|B, 1|Hq, 1|L, S)``, added to the scores; -inf masks. If its dtype is not that of q, all scores are
+            held at once.
         by_scores: hold all scores at once in any case. torch's fused kernels have no forward-mode derivative and no
             second derivative.
     """
     if autocasts(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, visible, is_causal, scale, softcap, sinks, by_scores=by_scores)
+            return attend(q, k, v, visible, is_causal, scale, softcap, sinks, bias, by_scores=by_scores)
     length, num_keys = q.shape[1], k.shape[1]
     q, scale = positive_scale(q, scale)
     # Of one query token nothing is cut. torch's corner is the upper left: the same one only in a square, where its
     # fused kernels know it.
     is_causal = is_causal and length > 1
-    if softcap or sinks is not None or by_scores:
-        return _attend_by_scores(q, k, v, _cut(visible, is_causal, length, num_keys, q.device), scale, softcap, sinks)
-    is_square = is_causal and visible is None and _are_equal(length, num_keys)
+    is_rounded = bias is not None and bias.dtype != q.dtype  # as torch's function wants it
+    by_scores = by_scores or bool(softcap) or sinks is not None or is_rounded
+    is_square = is_causal and not by_scores and visible is None and bias is None and _are_equal(length, num_keys)
     if not is_square:
         visible = _cut(visible, is_causal, length, num_keys, q.device)
-    return _attend_fused(q, k, v, visible, is_square, scale)
+    if bias is not None:
+        is_added = bias.detach() != -torch.inf
+        visible = is_added if visible is None else visible & is_added
+    if by_scores:
+        return _attend_by_scores(q, k, v, visible, scale, softcap, sinks, bias)
+    return _attend_fused(q, k, v, visible, is_square, scale, bias)
 
 
 def _are_equal(length: int, num_keys: int) -> bool:
@@ -72,8 +80,10 @@ def _attend_fused(
     visible: torch.Tensor | None,
     is_square: bool,
     scale: float | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attend` by torch's function. `is_square`: causal, with as many queries as keys, and without `visible`."""
+    """`attend` by torch's function. `is_square`: causal, with as many queries as keys, and without `visible`. A bias
+    comes with `visible`, which knows where it is -inf."""
     # comparisons of sizes, which are no plain bools under torch.compile: a branch makes them so
     is_grouped = True if q.shape[2] > k.shape[2] else False  # noqa: SIM210
     if visible is not None and is_grouped:
@@ -90,7 +100,9 @@ def _attend_fused(
     is_empty = ~visible.any(-1, keepdim=True)
     # Its query must not count either: a NaN in it would reach the gradients of all keys.
     by_head[0] = by_head[0].masked_fill(is_empty, 0)
-    out = scaled_dot_product_attention(*by_head, attn_mask=visible | is_empty, **options)
+    mask = visible | is_empty
+    mask = mask if bias is None else torch.where(mask, bias.masked_fill(is_empty, 0), -torch.inf)
+    out = scaled_dot_product_attention(*by_head, attn_mask=mask, **options)
     return out.masked_fill(is_empty, 0).transpose(1, 2)
 
 
@@ -115,6 +127,7 @@ def _attend_by_scores(
     scale: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `attend`, where torch's function has no such thing: all scores are held at once, in fp32 at least.
 
@@ -135,6 +148,8 @@ def _attend_by_scores(
     scores = scores * (dim**-0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.masked_fill(is_empty, 0).to(dtype)
     if visible is not None:
         scores = scores.masked_fill(~(visible | is_empty), -torch.inf)
     if sinks is not None:
@@ -206,9 +221,14 @@ def ragged_mask(
         visible = visible & _inside(key, position[..., None], window)[:, None]
     if mask is None:
         return visible
-    mask = with_four_dims(mask)
+    return visible & padded_scores(with_four_dims(mask), length, num_keys, False)
+
+
+def padded_scores(mask: torch.Tensor, length: int, num_keys: int, missing: float) -> torch.Tensor:
+    """A mask or bias ``(1|B, 1|Hq, 1|L, S)`` with `num_keys` columns, and with `length` rows or one; `missing` where it
+    has none."""
     rows = 0 if mask.shape[2] == 1 else length - mask.shape[2]
-    return visible & pad(mask, (0, num_keys - mask.shape[3], 0, rows))
+    return pad(mask, (0, num_keys - mask.shape[3], 0, rows), value=missing)
 
 
 def pad_requests(packed: torch.Tensor, cu_seqlens: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple]:

@@ -50,22 +50,24 @@ class TorchNativeBackend(AttentionBackend):
         return self._attend(q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, **options)
 
     def _attend(
-        self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=None, softcap=None, sinks=None
-    ) -> torch.Tensor:
-        window, softcap = checked_window(window), checked_softcap(softcap)
-        check_agreement(q, k, v, kv_cache, layer_id, attn_mask, sinks)
+        self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, scale, window=None, **options
+    ) -> torch.Tensor:  # fmt: skip
+        window, bias, sinks = checked_window(window), options.get("bias"), options.get("sinks")
+        options["softcap"] = checked_softcap(options.get("softcap"))
+        check_agreement(q, k, v, kv_cache, layer_id, attn_mask, sinks, bias)
         if kv_cache is not None:
             window = (window[0], 0) if is_causal else window
-            return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks)
+            return _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, **options)
         visible = None if attn_mask is None else sdpa.with_four_dims(attn_mask)
         if window != UNLIMITED:
             inside = sdpa.window_mask(q.shape[1], k.shape[1], window, q.device)
             visible = inside if visible is None else visible & inside
-        by_scores = derivative_of(q, k, v) == "transform"
-        return sdpa.attend(q, k, v, visible, is_causal, scale, softcap, sinks, by_scores=by_scores)
+        followed = (q, k, v) if bias is None else (q, k, v, bias)
+        by_scores = derivative_of(*followed) == "transform"
+        return sdpa.attend(q, k, v, visible, is_causal, scale, **options, by_scores=by_scores)
 
 
-def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softcap, sinks) -> torch.Tensor:
+def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, bias=None, **options) -> torch.Tensor:
     batch = bound_batch(kv_cache)
     rows, new_k, new_v = packed(q, k, v)
     pools = kv_cache.k_pool(layer_id), kv_cache.v_pool(layer_id)
@@ -79,8 +81,10 @@ def _attend_cached(q, k, v, kv_cache, layer_id, attn_mask, scale, window, softca
     request, index = unpadded
     position = index + (lens_k - lens_q)[request]
     keys, values = (_with_graph(x, new, request, position) for x, new in ((keys, new_k), (values, new_v)))
+    if bias is not None:
+        options["bias"] = sdpa.padded_scores(bias, batch.max_new, num_keys, -torch.inf)
     # The corner is in `visible`.
-    out = sdpa.attend(padded, keys, values, visible, False, scale, softcap, sinks)[unpadded]
+    out = sdpa.attend(padded, keys, values, visible, False, scale, **options)[unpadded]
     return out if q.dim() == 3 else out.unsqueeze(1)
 
 

@@ -92,10 +92,27 @@ def load_fp32(run: cute.Tensor) -> list:
         # one takes two
         words = cute.recast_tensor(run, cutlass.Uint32).load()
         halves = [(words[i] << cutlass.Uint32(16), words[i] & cutlass.Uint32(0xFFFF0000)) for i in range(count // 2)]
-        return [_as_fp32(half) for pair in halves for half in pair]
+        return [as_fp32(half) for pair in halves for half in pair]
     values = run.load().to(cutlass.Float32)
     return [cutlass.Float32(values[i]) for i in range(count)]
 
 
-def _as_fp32(word) -> cutlass.Float32:
+def pair_to_fp32(dtype, word) -> list:
+    """The two 16-bit numbers of a word in fp32, the lower half first."""
+    if dtype is cutlass.BFloat16:
+        return [as_fp32(word << cutlass.Uint32(16)), as_fp32(word & cutlass.Uint32(0xFFFF0000))]
+    return [_half_to_fp32(word), _half_to_fp32(word >> cutlass.Uint32(16))]
+
+
+def _half_to_fp32(word) -> cutlass.Float32:
+    """The fp16 in the lower half of a word."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; }",
+        write_only_types=[cutlass.Float32],
+        read_only_args=[word],
+    )
+
+
+def as_fp32(word) -> cutlass.Float32:
+    """The fp32 with the bits of a word."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Float32], read_only_args=[word])

@@ -27,15 +27,16 @@ class FakeOperands:
 
         Args:
             dims: one term a dim, as in `op.signature.Operand`.
-            dense_dims: innermost dims that are contiguous together.
+            dense_dims: innermost dims that are contiguous together; 0 for strides of any kind.
             has_wide_pitch: whether strides may pass 2**31 elements.
         """
         element = DTYPES[dtype]
         shape = tuple(map(self._extent, dims.split()))
         divisibility = max(align_bytes * 8 // element.width, 1)
         symbol = cute.sym_int64 if has_wide_pitch else cute.sym_int
-        pitches = tuple(symbol(divisibility=divisibility) for _ in shape[:-dense_dims])
-        dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape) - dense_dims, len(shape)))
+        num_outer = len(shape) - dense_dims
+        pitches = tuple(symbol(divisibility=divisibility) for _ in shape[:num_outer])
+        dense = tuple(math.prod(shape[i + 1 :]) for i in range(num_outer, len(shape)))
         return make_fake_tensor(element, shape, (*pitches, *dense), assumed_align=max(align_bytes, element.width // 8))
 
     def row(self, row, dtypes: Mapping[str, str]):

@@ -37,6 +37,11 @@ def fma_rn(a, b, c) -> Float32:
     return _op("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c)
 
 
+def fma_rz(a, b, c) -> Float32:
+    """a * b + c, rounded once and toward 0: a finite result never becomes infinite."""
+    return _op("fma.rz.f32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c)
+
+
 def rcp_approx(a) -> Float32:
     """Reciprocal with an error of at most 1 ulp."""
     return _op("rcp.approx.ftz.f32 {$w0}, {$r0};", a)

@@ -27,7 +27,6 @@ from transformers.utils.import_utils import is_tracing  # noqa: E402
 _logger = logging.get_logger(__name__)
 # What models pass beside queries, keys and values that changes the result.
 _UNSERVED = {
-    "position_bias": "scores take no bias",
     "indices": "keys are not selected by index",
     "block_indices": "keys are not selected by index",
 }
@@ -76,29 +75,42 @@ def attention_forward(
         module: its ``is_causal`` counts where there is neither a mask nor the argument.
         query, key, value: ``(B, Hq, L, D)``, ``(B, Hkv, S, D)``, ``(B, Hkv, S, Dv)``, any strides. Under autocast they
             are converted to its dtype.
-        attention_mask: bool, True keeps a score: ``(B, S)``, on top of a causal mask; ``(B, 1|Hq, 1|L, S)``, which is
-            all there is; or None.
+        attention_mask: bool, True keeps a score, or of a floating dtype, added to the scores: ``(B, 1|Hq, 1|L, S)``,
+            which is all there is; bool ``(B, S)``, on top of a causal mask; or None.
         scaling: of the scores; None is ``D**-0.5``.
         is_causal: query i sees key j iff ``j <= i + (S - L)``.
-        options: what else the model passes. ``softcap`` and sinks (``s_aux`` or ``sinks``, ``(Hq,)``) are served,
+        options: what else the model passes. ``softcap``, sinks (``s_aux`` or ``sinks``, ``(Hq,)``) and
+            ``position_bias``, ``(1|B, 1|Hq, 1|L, S)`` or ``(Hq, 1|L, S)``, which is added to the scores, are served,
             others refused where they change the result, ignored where not. ``output_attentions`` warns once.
 
     Returns:
         ``(B, L, Hq, Dv)``, contiguous, and None for the weights, which are not kept.
 
     Raises:
-        UnsupportedError: dropout, a mask that is not bool, or an option that asks for more than a softmax over kept
-            scores.
+        UnsupportedError: dropout, a mask of integers, or an option that asks for more than a softmax over kept scores.
     """
     _check_call(module, attention_mask, dropout, key.shape[2], options)
     if attention_mask is not None:
         is_causal = attention_mask.dim() == 2
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if options.get("position_bias") is not None:
+        attention_mask = _with_position_bias(attention_mask, options["position_bias"])
     q, k, v = (x.transpose(1, 2) for x in _in_autocast_dtype(query, key, value))
     served = {"scale": scaling, "softcap": options.get("softcap"), "sinks": _sinks(options)}
     # some models take a view of the result
     return attention(q, k, v, attn_mask=attention_mask, is_causal=bool(is_causal), **served).contiguous(), None
+
+
+def _with_position_bias(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores of a call with a mask, if any, and a bias."""
+    bias = bias if bias.dim() == 4 else bias[None]
+    if mask is None:
+        return bias
+    if mask.dtype is not torch.bool:
+        return bias + mask
+    mask = mask if mask.dim() == 4 else mask[:, None, None]
+    return torch.where(mask, bias, -torch.inf)
 
 
 def _sinks(options: dict[str, Any]) -> torch.Tensor | None:
@@ -123,10 +135,9 @@ def _check_call(
         if options.get(option) is not None:
             raise UnsupportedError(f"{option}: {limit}; use eager attention for this model")
     if mask is not None:
-        if mask.dtype is not torch.bool:
-            raise UnsupportedError(
-                f"attention_mask: wanted bool, True keeps a score, got {mask.dtype}: scores take no bias"
-            )
+        if mask.dtype is not torch.bool and not (mask.is_floating_point() and mask.dim() == 4):
+            wanted = "bool, True keeps a score, or a floating dtype and 4 dims, which is added to the scores"
+            raise UnsupportedError(f"attention_mask: wanted {wanted}, got {mask.dtype} and {mask.dim()} dims")
         return
     window, starts = options.get("sliding_window"), options.get("cu_seq_lens_q")
     if window is not None and num_keys > window:

@@ -49,10 +49,12 @@ class Road(ABC):
 
     Attributes:
         inputs, outputs: names of the tensors that a caller may give, in the order of `call`.
+        never_copied: names of inputs that ops read as they are, whatever their layout.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
+    never_copied: tuple[str, ...] = ()
 
     # Hooks of a family.
 
@@ -173,7 +175,7 @@ class Road(ABC):
         return op, operands
 
     def _readable(self, call: Invocation) -> Invocation:
-        kept = self.kept_in_place(call)
+        kept = (*self.kept_in_place(call), *self.never_copied)
         return replace(call, inputs={n: x if n in kept else self.copy(x) for n, x in call.inputs.items()})
 
     # what a kernel reads of an input that it refused

@@ -34,12 +34,13 @@ class Operand:
         align_bytes: required of the base pointer and of every pitch but the last dim's: bytes, or a function of the
             solved dims, which then also hold ``itemsize``, the operand's bytes an element.
         max_pitch_bytes: the largest pitch that the kernels can step over, None for any.
-        dense_dims: innermost dims that are contiguous together; pitches are those of the dims before.
+        dense_dims: innermost dims that are contiguous together; pitches are those of the dims before. 0 for an operand
+            that is read element by element, with any strides.
         in_place_of: the operand whose very memory an output may be: same address, same strides.
         role: ``"in"`` is read, ``"out"`` written, ``"update"`` both, ``"scratch"`` is memory to work in. All but the
             first must overlap neither themselves nor another operand.
 
-    The last dim must be contiguous: stride 1, or at most one element long.
+    The last dim must be contiguous, stride 1 or at most one element long, unless `dense_dims` is 0.
     """
 
     name: str
@@ -83,15 +84,16 @@ class Operand:
         """
         if any(s < 0 for s in spec.stride):
             raise ContractError(f"{self.name}: wanted strides of 0 or more, got {format_shape(spec.stride)}")
-        if spec.shape and spec.shape[-1] > 1 and spec.stride[-1] != 1:
+        if self.dense_dims and spec.shape and spec.shape[-1] > 1 and spec.stride[-1] != 1:
             raise ContractError(f"{self.name}: wanted a contiguous last dim (stride 1), got stride {spec.stride[-1]}")
-        dense = contiguous_stride(spec.shape)[-self.dense_dims :]
-        for got, wanted, extent in zip(spec.stride[-self.dense_dims :], dense, spec.shape[-self.dense_dims :]):
+        num_outer = len(spec.shape) - self.dense_dims
+        dense = contiguous_stride(spec.shape)[num_outer:]
+        for got, wanted, extent in zip(spec.stride[num_outer:], dense, spec.shape[num_outer:]):
             if extent > 1 and got != wanted:
                 tail = f"the last {self.dense_dims} dims contiguous (strides {format_shape(dense)})"
                 raise ContractError(f"{self.name}: wanted {tail}, got strides {format_shape(spec.stride)}")
         align = self.alignment(dims, spec.itemsize)
-        for stride, extent in zip(spec.stride[: -self.dense_dims], spec.shape[: -self.dense_dims]):
+        for stride, extent in zip(spec.stride[:num_outer], spec.shape[:num_outer]):
             if extent > 1 and stride * spec.itemsize % align:
                 got = f"stride {stride} ({stride * spec.itemsize} bytes)"
                 raise ContractError(f"{self.name}: wanted every row aligned to {align} bytes, got {got}")
@@ -105,7 +107,8 @@ class Operand:
             address.
         """
         if self.max_pitch_bytes:
-            for step, extent in zip(stride[: -self.dense_dims], shape[: -self.dense_dims]):
+            num_outer = len(shape) - self.dense_dims
+            for step, extent in zip(stride[:num_outer], shape[:num_outer]):
                 if extent > 1 and step * itemsize > self.max_pitch_bytes:
                     wanted = f"rows at most {self.max_pitch_bytes} bytes apart"
                     raise ContractError(f"{self.name}: wanted {wanted}, got stride {step} ({step * itemsize} bytes)")

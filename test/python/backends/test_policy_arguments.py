@@ -155,8 +155,12 @@ def no_context():
     [
         ({"is_causal": None}, "^is_causal: wanted True or False, got None"),
         ({"is_causal": torch.tensor(True)}, "^is_causal: wanted True or False, got Tensor"),
-        ({"attn_mask": 3}, "^attn_mask: wanted a bool tensor, True keeps a score, got int"),
-        ({"attn_mask": torch.zeros(2, 7)}, r"^attn_mask: wanted a bool tensor, True keeps a score, got torch\.float32"),
+        ({"attn_mask": 3}, "^attn_mask: wanted a bool tensor, True keeps a score, or .*, got int"),
+        (
+            {"attn_mask": torch.zeros(2, 7, dtype=torch.int32)},
+            r"^attn_mask: wanted .*, got torch\.int32",
+        ),
+        ({"attn_mask": torch.zeros(2, 7).to(torch.float8_e5m2)}, r"^attn_mask: wanted .*, got torch\.float8_e5m2"),
         ({"kv_cache": torch.ones(2, 7, dtype=torch.bool)}, "^kv_cache: wanted .*; a mask is the argument attn_mask"),
         ({"q": np.zeros((2, 3, 6, 16), np.float32)}, r"^q: wanted a torch\.Tensor, got ndarray"),
         ({"fwd": ["decode"]}, "^fwd: wanted None, 'decode' or 'prefill', got list"),

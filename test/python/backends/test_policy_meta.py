@@ -123,7 +123,7 @@ def test_one_operand_on_another_device_is_refused_by_name(function, name, total_
 ROTARY = (torch.zeros(5, 2, 16), torch.zeros(5, 8, 2), None, None, None, True, False)
 ROTARY_QK = (torch.zeros(5, 2, 16), *ROTARY)
 COMPRESSOR = (*CPU["compress"][1].values(),)
-DENSE = (*draw(), None, None, None, None, False, None, None, None)
+DENSE = (*draw(), None, None, None, None, None, False, None, None, None)
 MERGE = (torch.zeros(3, 2, 8), torch.zeros(2, 3)) * 2
 OPS = {
     "rotary": ROTARY,

@@ -248,7 +248,10 @@ def test_operands_that_disagree_are_refused_by_name(change, match):
 @pytest.mark.parametrize(
     ("mask", "match"),
     [
-        (torch.zeros(2, 7), "attn_mask: wanted a bool tensor"),
+        (torch.zeros(2, 7, dtype=torch.int64), "attn_mask: wanted a bool tensor, .* or one of a floating dtype"),
+        (torch.zeros(7), "attn_mask: wanted shape .*got 1 dims"),
+        (torch.zeros(2, 2, 3, 7), "attn_mask: wanted Hq = 6 or 1, got 2"),
+        (torch.zeros(3, 8), "attn_mask: wanted .*, got"),
         (torch.ones(7, dtype=torch.bool), "attn_mask: wanted shape .*got 1 dims"),
         (torch.ones(2, 1, dtype=torch.bool), "attn_mask: wanted S = 7, got 1"),
         (torch.ones(3, 7, dtype=torch.bool), "attn_mask: wanted B = 2 or 1, got 3"),

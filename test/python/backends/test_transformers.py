@@ -30,7 +30,10 @@ from transformers import (
     MistralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    T5Config,
+    T5Model,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
 from cuteforge import ContractError, UnsupportedError, attn_backend
@@ -111,6 +114,13 @@ def bart() -> BartForConditionalGeneration:
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     sizes = {"vocab_size": VOCABULARY, "d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
     return BartForConditionalGeneration(BartConfig(**layers, **sizes)).eval()
+
+
+def t5() -> T5Model:
+    """Relative positions in a bias that the layers share, and a scale of 1."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    return T5Model(T5Config(**sizes, dropout_rate=0.0)).eval()
 
 
 def with_both(model, run, other="eager"):
@@ -311,10 +321,10 @@ def test_keys_past_the_end_of_a_mask_are_masked():
     ("name", "options"),
     [
         ("dropout", {"dropout": 0.1}),
-        ("position_bias", {"position_bias": torch.zeros(1, 4, 7, 7)}),
         ("indices", {"indices": torch.zeros(1)}),
         ("block_indices", {"block_indices": torch.zeros(1)}),
-        ("attention_mask", {"attention_mask": torch.zeros(1, 1, 7, 7)}),
+        ("attention_mask", {"attention_mask": torch.zeros(1, 7)}),
+        ("attention_mask", {"attention_mask": torch.zeros(1, 1, 7, 7, dtype=torch.int64)}),
         ("sliding_window", {"sliding_window": 6}),
         ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 3, 7])}),
     ],
@@ -324,6 +334,50 @@ def test_what_would_change_the_result_is_refused_by_name(name, options):
     call = {"attention_mask": None, **options}
     with pytest.raises(UnsupportedError, match=f"^{name}: "):
         adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
+
+
+FLOATS = torch.randn(2, 1, 7, 7, generator=torch.Generator().manual_seed(5)).masked_fill(
+    torch.ones(7, 7).triu(1).bool(), torch.finfo(torch.float32).min
+)
+POSITIONS = torch.randn(1, 4, 7, 7, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias", "is_causal"),
+    [
+        (FLOATS, None, False),
+        (FLOATS, POSITIONS, False),
+        (None, POSITIONS, False),
+        (None, POSITIONS, True),
+        (FLOATS > -1, POSITIONS, False),
+        (None, POSITIONS[0, :, :1], False),
+    ],
+    ids=["floats", "both", "bias", "causal bias", "bools and bias", "alibi"],
+)
+def test_what_is_added_to_scores_equals_that_of_sdpa(mask, bias, is_causal):
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, heads, 7, 16, generator=generator) for heads in (4, 2, 2))
+    call = {"attention_mask": mask, "is_causal": is_causal, "position_bias": bias}
+    ours, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    theirs, _ = sdpa_attention_forward(torch.nn.Module(), q, keys, values, **call)
+    torch.testing.assert_close(ours, theirs, **FP32)
+
+
+@pytest.mark.parametrize("mask", [None, RIGHT_PADDED, LEFT_PADDED], ids="none right left".split())
+def test_t5_equals_eager(mask):
+    assert_states_agree(t5(), None, input_ids=TOKENS, attention_mask=mask, decoder_input_ids=TOKENS.flip(1))
+
+
+def test_bias_is_laid_over_padding_and_the_corner():
+    """A mask of two dims goes with a causal one."""
+    q, k, v = (torch.randn(3, heads, 7, 16) for heads in (4, 2, 2))
+    call = {"attention_mask": RIGHT_PADDED.bool(), "position_bias": POSITIONS}
+    ours, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, **call)
+    kept = RIGHT_PADDED.bool()[:, None, None] & torch.ones(7, 7).tril().bool()
+    whole = POSITIONS.masked_fill(~kept, -torch.inf)
+    want, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, whole)
+    torch.testing.assert_close(ours, want, **FP32)
 
 
 def test_weights_that_are_asked_for_are_none(caplog):

@@ -104,6 +104,7 @@ def dense(draw, is_packed=False):
         "out": draw.spec(*rows, heads, v_dim),
         "lse": draw.maybe(lambda: draw.spec(*lse, dtype="float32")),
         "mask": draw.maybe(lambda: mask(draw, batch, heads, length, keys)),
+        "bias": draw.maybe(lambda: bias(draw, batch, heads, length, keys)),
         "sinks": draw.maybe(lambda: draw.spec(heads, dtype="float32")),
         **attention_options(draw),
     }, batch
@@ -114,6 +115,11 @@ def mask(draw, batch, heads, length, keys):
         (batch, keys), (batch, length, keys), (1, keys), (batch, heads, length, keys), (1, 1, length, keys)
     )
     return draw.spec(*shape, dtype="bool")
+
+
+def bias(draw, batch, heads, length, keys):
+    shape = draw.one_of((batch, heads, length, keys), (1, heads, 1, keys), (1, 1, 1, keys), (batch, 1, length, keys))
+    return draw.spec(*shape, dtype=draw.one_of(*["bfloat16", "float16", "float32"] * 5, "float64", "bool"))
 
 
 def decode(draw):

@@ -137,11 +137,16 @@ def draw_mask(kind, density, heads, size, generator):
     return torch.rand(shapes[kind], generator=generator) < density
 
 
+def as_bias(keep, dtype, generator):
+    """A mask that is added: -inf where it does not keep."""
+    return torch.randn(keep.shape, generator=generator).masked_fill(~keep, -torch.inf).to(dtype)
+
+
 masks = st.sampled_from([None, None, 2, 3, 4, "(1, S)", "(1, L, S)", "(B, 1, 1, S)", "(1, H, 1, S)", "(1, 1, L, S)"])
 
 
 def test_attention_is_its_definition(fuzz):
-    def body(size, options, dtype, layouts, mask, density, with_sinks, number):
+    def body(size, options, dtype, layouts, mask, density, bias_dtype, with_sinks, number):
         generator = torch.Generator().manual_seed(number)
         batch, heads = size["batch"], size["kv_heads"] * size["group"]
         q = torch.randn(batch, size["length"], heads, size["dim"], generator=generator)
@@ -151,6 +156,8 @@ def test_attention_is_its_definition(fuzz):
         if with_sinks:
             leaves.append(torch.randn(heads, generator=generator).to(dtype))
         keep = draw_mask(mask, density, heads, size, generator)
+        if keep is not None and bias_dtype is not None:
+            keep = as_bias(keep, dtype if bias_dtype == "as q" else bias_dtype, generator)
         plain = {name: value for name, value in options.items() if name != "fwd"}
 
         def run(q, k, v, sinks=None):
@@ -176,6 +183,7 @@ def test_attention_is_its_definition(fuzz):
         dtype=DTYPES,
         layouts=st.tuples(LAYOUTS, LAYOUTS, LAYOUTS),
         mask=masks,
+        bias_dtype=st.sampled_from([None, "as q", torch.float32, torch.float64]),
         density=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
         with_sinks=st.booleans(),
         number=SEEDS,

@@ -11,7 +11,7 @@ import torch
 
 from cuteforge import GQADecode, GQAPrefill, TupleDict, gqa_decode_wrapper, gqa_prefill_wrapper
 from cuteforge.families.attention import reference
-from helpers import budget
+from helpers import biases, budget
 from helpers.canary import Canary, strided_copy
 from helpers.packs import offsets
 
@@ -21,7 +21,7 @@ WRAPPERS = {"decode": gqa_decode_wrapper, "prefill": gqa_prefill_wrapper}
 both_ops = {"argvalues": tuple(CLASSES), "ids": tuple(CLASSES)}
 # Elements by which the layout with gaps moves heads and tokens apart: 16 bytes.
 GAP = 8
-OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask", "sinks")
+OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "mask", "bias", "sinks")
 
 
 class Config(NamedTuple):
@@ -104,6 +104,7 @@ class Inputs:
     cu_seqlens_k: torch.Tensor | None = None
     seqlens_k: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     causal: bool = False
     softmax_scale: float | None = None
@@ -346,6 +347,7 @@ def expected(x: Inputs, compute_dtype=torch.float64, out_dtype: torch.dtype | No
         lens_q=lens_q,
         lens_k=lens_k,
         mask=x.mask,
+        bias=x.bias,
         sinks=x.sinks,
         **x.options,
         compute_dtype=compute_dtype,
@@ -408,7 +410,7 @@ def lse_slack(x: Inputs, b: int) -> float:
         q, k = x.q[b], x.k[b]
     else:
         q, k = (t[cuts[b] : cuts[b + 1]] for t, cuts in ((x.q, x.cu_seqlens_q), (x.k, x.cu_seqlens_k)))
-    return score_slack(q, k, scale) + cap_slack(x.softcap)
+    return score_slack(q, k, scale) + cap_slack(x.softcap) + biases.slack(x.bias)
 
 
 def cap_slack(softcap: float | None) -> float:

@@ -29,7 +29,7 @@ def attention(q, k, v, attn_mask=None, is_causal=False, *, scale=None, window=No
                 q[b, :, h],
                 k[b, :, h // group],
                 v[b, :, h // group],
-                seen & _kept(attn_mask, b, h),
+                *_seen_and_added(seen, _of_head(attn_mask, b, h)),
                 scale,
                 softcap,
                 sinks,
@@ -41,7 +41,14 @@ def attention(q, k, v, attn_mask=None, is_causal=False, *, scale=None, window=No
     return torch.stack(rows)
 
 
-def _kept(mask, b: int, h: int) -> Tensor:
+def _seen_and_added(seen, mask) -> tuple[Tensor, Tensor]:
+    """A bool mask says what is seen, one of numbers what is added, and what is not seen is where that is -inf."""
+    if mask.dtype is torch.bool:
+        return seen & mask, torch.zeros_like(seen, dtype=torch.float64)
+    return seen & (mask != -torch.inf), mask.expand_as(seen)
+
+
+def _of_head(mask, b: int, h: int) -> Tensor:
     """(1|L, S) of a mask of any rank."""
     if mask is None:
         return torch.tensor(True)
@@ -51,7 +58,7 @@ def _kept(mask, b: int, h: int) -> Tensor:
     return mask
 
 
-def _head(q, k, v, seen, scale, softcap, sinks, h) -> Tensor:
+def _head(q, k, v, seen, added, scale, softcap, sinks, h) -> Tensor:
     out = []
     for i, query in enumerate(q):
         mine = seen[i]
@@ -61,6 +68,7 @@ def _head(q, k, v, seen, scale, softcap, sinks, h) -> Tensor:
         scores = (k[mine] * query).sum(-1) * (q.shape[1] ** -0.5 if scale is None else scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + added[i][mine].to(scores.dtype)
         if sinks is not None:
             scores = torch.cat((scores, sinks[h : h + 1].to(scores.dtype)))
         weights = torch.softmax(scores, 0)[: int(mine.sum())]

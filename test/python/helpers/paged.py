@@ -10,7 +10,7 @@ import torch
 
 from cuteforge import PagedGQADecode, PagedGQAPrefill, paged_gqa_decode_wrapper, paged_gqa_prefill_wrapper
 from cuteforge.families.attention import reference
-from helpers import budget
+from helpers import biases, budget
 from helpers.attention import cap_slack, check_lse, score_slack
 from helpers.canary import Canary
 from helpers.packs import offsets
@@ -75,7 +75,7 @@ def expected(x: Inputs, compute_dtype=torch.float64) -> tuple[torch.Tensor, torc
     else:
         q, lens_q = reference.unpack(x.q, x.cu_seqlens_q)
     k, v = dense_kv(x)
-    options = {"mask": x.mask, "sinks": x.sinks, **x.options}
+    options = {"mask": x.mask, "bias": x.bias, "sinks": x.sinks, **x.options}
     options |= {"compute_dtype": compute_dtype, "out_dtype": compute_dtype}
     out, lse = reference.attend(q, k, v, lens_q=lens_q, lens_k=x.lens, **options)
     if x.is_decode:
@@ -115,7 +115,7 @@ def check(results: Mapping[str, torch.Tensor], x: Inputs, requests: Sequence[int
 def _lse_slack(x: Inputs) -> float:
     """As for dense operands."""
     scale = x.q.shape[-1] ** -0.5 if x.softmax_scale is None else abs(x.softmax_scale)
-    return score_slack(x.q, dense_kv(x)[0], scale) + cap_slack(x.softcap)
+    return score_slack(x.q, dense_kv(x)[0], scale) + cap_slack(x.softcap) + biases.slack(x.bias)
 
 
 def _of_requests(out: torch.Tensor, x: Inputs, requests: Sequence[int] | None) -> torch.Tensor:

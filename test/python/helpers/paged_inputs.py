@@ -119,6 +119,7 @@ class Inputs:
     new_k: torch.Tensor | None = None
     new_v: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     causal: bool = False
     softmax_scale: float | None = None
@@ -145,7 +146,7 @@ class Inputs:
     @property
     def optional(self) -> dict[str, torch.Tensor]:
         """What is passed by keyword, where it is given."""
-        names = ("seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask", "sinks")
+        names = ("seqlens_k", "kv_indptr", "page_table_rows", "new_k", "new_v", "mask", "bias", "sinks")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property

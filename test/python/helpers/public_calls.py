@@ -135,7 +135,7 @@ def _attention_samples(name: str) -> Arguments:
     if name == "GQADecode" or name == "GQAPrefill":
         tensors = dense()
         lengths = {"seqlens_k": _ints(5, 4)}
-        extras = {"mask": _mask(), "lse": _floats(2, 4, 3)}
+        extras = {"mask": _mask(), "bias": _floats(1, 4, 1, 5), "lse": _floats(2, 4, 3)}
         out = torch.empty_like(tensors["q"])
     else:
         tensors = paged(name == "PagedGQAPrefill")
@@ -143,6 +143,7 @@ def _attention_samples(name: str) -> Arguments:
         out = torch.empty_like(tensors["q"])
         extras = {
             "mask": torch.ones(2, 4, dtype=torch.bool),
+            "bias": _floats(1, 4, 1, 5),
             "lse": _floats(4, 3) if name == "PagedGQAPrefill" else _floats(2, 4, 1),
         }
         if name == "PagedGQADecode":

@@ -252,7 +252,7 @@ def test_traits_tell_apart_what_is_compiled():
     )
     changed = {
         "dtype": "float16", "head_dim": 64, "v_dim": 64, "queries": "single", "keys": "pages", "given": ("lse",),
-        "mask_rank": 2,
+        "mask_rank": 2, "bias_dtype": "float32",
         "causal": True, "has_left": True, "has_right": True, "has_softcap": True,
     }  # fmt: skip
     assert changed.keys() == vars(MODEL).keys()

@@ -139,6 +139,18 @@ BAD_OPERANDS = (
     ("decode", "other tokens", "mask", mask(B, L + 1, S)),
     ("decode", "other heads", "mask", mask(B, HK, L, S)),
     ("decode", "columns strided", "mask", mask(B, S, stride=(2 * S, 2))),
+    ("decode", "two dims", "bias", bf16(B, S)),
+    ("decode", "fp64", "bias", bf16(B, HQ, L, S, dtype="float64")),
+    ("decode", "bools", "bias", mask(B, HQ, L, S)),
+    ("decode", "other batch", "bias", bf16(B + 1, 1, 1, S)),
+    ("decode", "other heads", "bias", bf16(B, HK, L, S)),
+    ("decode", "other tokens", "bias", bf16(B, 1, L + 1, S)),
+    ("decode", "one key", "bias", bf16(B, 1, L, 1)),
+    ("decode", "negative stride", "bias", bf16(1, 1, 1, S, stride=(S, S, S, -1))),
+    ("decode", "on the CPU", "bias", bf16(1, 1, 1, S, device="cpu")),
+    ("packed", "other batch", "bias", bf16(B + 1, 1, 9, S)),
+    ("paged", "other tokens", "bias", bf16(B, 1, L + 1, S)),
+    ("single", "more tokens", "bias", bf16(B, 1, 2, S)),
     ("prefill", "narrower", "k", bf16(B, S, HK, D - 8)),
     ("prefill", "other tokens", "mask", mask(B, L + 1, S)),
     ("packed", "dense", "q", bf16(B, L, HQ, D)),
@@ -317,6 +329,34 @@ def test_masks_broadcast_over_batch_heads_and_tokens(kind, shape):
 @pytest.mark.parametrize("kind", ["packed", "paged_prefill"])
 def test_masks_of_ragged_calls_have_any_number_of_rows_and_columns(kind, shape):
     assert make(kind, {**samples(kind), "mask": mask(*shape)}).check_support() is True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stride", [None, (0, 0, 0, 1), (0, 0, 0, 0), (1, B, 0, 3 * B), (7, 5, 3, 1)])
+@each_attention
+def test_a_bias_has_any_strides_and_no_dtype_of_the_queries(kind, stride, dtype):
+    tokens = {"decode": L, "prefill": L, "paged": L, "append": L}.get(kind, 1)
+    bias = bf16(B, HQ, tokens, S, stride=stride, dtype=dtype)
+    assert make(kind, {**samples(kind), "bias": bias}).check_support() is True
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, S), (B, 1, 1, S), (1, HQ, L, S), (B, HQ, 1, S)])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_biases_broadcast_over_batch_heads_and_tokens(kind, shape):
+    assert make(kind, {**samples(kind), "bias": bf16(*shape)}).check_support() is True
+
+
+@pytest.mark.parametrize("shape", [(B, HQ, 99, 1), (1, 1, 1, 0), (1, 1, 0, 5)])
+@pytest.mark.parametrize("kind", ["packed", "paged_prefill"])
+def test_biases_of_ragged_calls_have_any_number_of_rows_and_columns(kind, shape):
+    assert make(kind, {**samples(kind), "bias": bf16(*shape)}).check_support() is True
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5])
+@each_attention
+def test_a_bias_of_another_rank_is_told_the_right_one(rank, kind):
+    with pytest.raises(ContractError, match=rf"^bias: wanted 4 dims, \(B\|1, .*, got {rank}$"):
+        make(kind, {**samples(kind), "bias": bf16(*(1,) * rank)})
 
 
 @each_attention

@@ -46,6 +46,15 @@ def test_kernels_call_the_tensors_of_the_entry_by_their_rows():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_has_any_strides_and_dtypes_of_its_own(kind):
+    (row,) = operands.signature_of(Layout("batch", "batch"), ("bias",)).operands
+    assert (row.dtypes, row.dense_dims, row.align_bytes) == (("bfloat16", "float16", "float32"), 0, 1)
+    assert "Tensor? bias" in operands.schema_of(kind).split(", ")
+    inputs = operands.inputs_of(kind)
+    assert inputs[inputs.index("mask") + 1] == "bias"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_optional_operand_costs_one_row(kind, made_up):
     """It arrives in the entry, in the schema of the torch op, in the wrapper's inputs, in what kernels know, and in the
     errors."""

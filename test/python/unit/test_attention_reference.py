@@ -37,7 +37,13 @@ def sees(position, j, causal, window):
     return (left is None or j >= position - left) and (right is None or j <= position + right)
 
 
-def naive(q, k, v, lens_q, lens_k, mask, causal, scale, window=None, softcap=None, sinks=None):
+def bias_at(bias, b, h, i, j):
+    """One number of a bias; -inf where it lacks one."""
+    index = [0 if n == 1 and axis < 3 else at for axis, (n, at) in enumerate(zip(bias.shape, (b, h, i, j)))]
+    return float(bias[tuple(index)]) if all(at < n for at, n in zip(index, bias.shape)) else -INF
+
+
+def naive(q, k, v, lens_q, lens_k, mask, causal, scale, window=None, softcap=None, sinks=None, bias=None):
     """The contract, one query at a time in Python floats."""
     batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
@@ -50,6 +56,8 @@ def naive(q, k, v, lens_q, lens_k, mask, causal, scale, window=None, softcap=Non
                 scores = [scale * float(q[b, i, h] @ k[b, j, h // group]) for j in seen]
                 if softcap:
                     scores = [softcap * math.tanh(s / softcap) for s in scores]
+                if bias is not None:
+                    scores = [s + bias_at(bias, b, h, i, j) for s, j in zip(scores, seen)]
                 others = [] if sinks is None else [float(sinks[h])]
                 top = max([*scores, *others], default=-INF)
                 if top == -INF:
@@ -139,6 +147,39 @@ def test_options_equal_a_plain_loop(sizes, window, softcap, sinks, mask, causal,
     want = naive(q, k, v, lens_q.tolist(), lens_k.tolist(), given_mask, causal, 8**-0.5, **options)
     for b, n in enumerate(lens_q.tolist()):
         close([got[0][b, :n], got[1][b, :, :n]], [want[0][b, :n], want[1][b, :, :n]])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 6), st.integers(1, 2), st.integers(1, 3)),
+    shape=st.sampled_from(["by_head", "all_heads", "by_head_one_query", "short", "few_rows"]),
+    softcap=st.sampled_from([None, 0.5]),
+    sinks=st.booleans(),
+    mask=st.sampled_from(["none", "keys"]),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_bias_equals_a_plain_loop(sizes, shape, softcap, sinks, mask, causal, seed):
+    """It comes after the cap and is not scaled; -inf masks, and so does what it lacks."""
+    batch, length, size, kv_heads, group = sizes
+    heads = kv_heads * group
+    q, k, v = draw(batch, length, size, kv_heads, group, seed=seed)
+    kept = draw_mask(shape, batch, heads, length, size, seed)
+    bias = 3 * normal(*kept.shape, seed=seed)
+    bias[~kept] = -INF
+    given_mask = draw_mask(mask, batch, heads, length, size, seed + 1)
+    options = {"softcap": softcap, "sinks": normal(heads, seed=seed) if sinks else None}
+    got = reference.attend(q, k, v, bias=bias, mask=given_mask, causal=causal, softmax_scale=0.7, **options)
+    lens = [length] * batch, [size] * batch
+    close(got, naive(q, k, v, *lens, given_mask, causal, 0.7, **options, bias=bias))
+
+
+def test_nan_of_a_bias_comes_out_of_the_rows_that_see_it():
+    q, k, v = draw(1, 2, 3, 1, 1)
+    bias = torch.zeros(1, 1, 2, 3, dtype=FP64)
+    bias[..., 2] = math.nan
+    out, lse = reference.attend(q, k, v, bias=bias, causal=True)
+    assert out.isnan()[0, :, 0, 0].tolist() == lse.isnan()[0, 0].tolist() == [False, True]
 
 
 def test_window_by_hand():

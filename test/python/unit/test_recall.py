@@ -78,14 +78,14 @@ def test_a_call_may_bring_its_own_scalars():
 
 
 def test_operands_stand_where_the_entry_has_them_and_masks_are_bytes():
-    """The entry of attention has 16 operands in an order of its own, None for those that an op does not have."""
+    """The entry of attention has 17 operands in an order of its own, None for those that an op does not have."""
     entry, (q, k, v) = Entry(), tensors()
     mask = torch.ones(2, 6, dtype=torch.bool)
     operands = entry_operands(NAMES)
     recipe = Recipe(("q", "k", "v", "mask"), [OUT], CPU)
     (out,) = run(Replay(launcher(entry, operands, ["mask"]), recipe), (q, k, v, mask))
     ((*got, num_sms, waves, stream),) = entry.calls
-    assert len(got) == 16 and (num_sms, waves, stream) == (132, 0, 77)
+    assert len(got) == 17 and (num_sms, waves, stream) == (132, 0, 77)
     by_name = dict(zip(operands, got))
     as_bytes = by_name.pop("mask")
     assert by_name == {"q": q, "k": k, "v": v, "out": out, None: None}

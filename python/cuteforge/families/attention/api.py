@@ -58,6 +58,8 @@ class GQADecode(_Decode):
         seqlens_k: ``(B,)`` int32, the number of keys of each request, at most S. What k and v hold past it does not
             matter, NaN included. 0 or less means no keys.
         mask: bool, True keeps a score: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``. B and L of 1 are broadcast.
+        bias: bf16, fp16 or fp32, ``(1|B, 1|Hq, 1|L, S)``, any strides, 0 included. It is added to the scaled scores,
+            after a softcap. -inf masks. A NaN comes out as NaN.
         lse: ``(B, Hq, L)`` fp32, written: the natural logarithm of each row's sum of exponentials, scale included.
         sinks: ``(Hq,)`` fp32, one more logit for each query head (as in gpt-oss). It is not scaled, counts in the sum
             of exponentials and so in lse, and has no value. -inf, or None for all heads, means no sink.
@@ -102,11 +104,12 @@ class GQADecode(_Decode):
 
     def __init__(
         self, q: Sample, k: Sample, v: Sample, out: Sample, *, seqlens_k: Sample | None = None,
-        mask: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
-        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
-        num_splits: int | None = None,
+        mask: Sample | None = None, bias: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None,
+        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None,
+        softcap: float | None = None, num_splits: int | None = None,
     ) -> None:  # fmt: skip
-        tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
+        tensors = {"q": q, "k": k, "v": v, "out": out, "seqlens_k": seqlens_k, "mask": mask, "bias": bias}
+        tensors |= {"lse": lse, "sinks": sinks}
         super().__init__(num_splits, causal, softmax_scale, window, softcap, **tensors)
 
     def _layouts(self, ranks, given):
@@ -124,8 +127,8 @@ class GQAPrefill(AttentionOp):
         cu_seqlens_q, cu_seqlens_k: ``(B+1,)`` int32, where each request's tokens and keys start, from 0 to the end of
             the last one. Both or neither. Tokens past the last request see nothing.
         seqlens_k: ``(B,)`` int32, with dense keys only.
-        mask: as in `GQADecode`. For packed requests its rows are the tokens of a request, counted from its first; rows
-            and columns that the mask lacks count as masked.
+        mask, bias: as in `GQADecode`. For packed requests their rows are the tokens of a request, counted from its
+            first; rows and columns that they lack count as masked.
         lse: ``(B, Hq, L)``, or ``(Hq, T)`` if packed.
 
     Examples:
@@ -145,11 +148,11 @@ class GQAPrefill(AttentionOp):
     def __init__(
         self, q: Sample, k: Sample, v: Sample, out: Sample, *, cu_seqlens_q: Sample | None = None,
         cu_seqlens_k: Sample | None = None, seqlens_k: Sample | None = None, mask: Sample | None = None,
-        lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
+        bias: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
         softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
     ) -> None:  # fmt: skip
         tensors = {"q": q, "k": k, "v": v, "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        tensors |= {"seqlens_k": seqlens_k, "mask": mask, "lse": lse, "sinks": sinks}
+        tensors |= {"seqlens_k": seqlens_k, "mask": mask, "bias": bias, "lse": lse, "sinks": sinks}
         super().__init__(causal, softmax_scale, window, softcap, **tensors)
 
     @staticmethod
@@ -204,7 +207,8 @@ class PagedGQADecode(_Paged, _Decode):
         new_k, new_v: ``(B, Hkv, D)`` and ``(B, Hkv, Dv)``, the last key and value of each request. They are used in
             place of what the pool holds there, and the call stores them in the pool. A negative page number stores
             nothing. Both or neither. Requests must not share the page of their last token.
-        mask: as in `GQADecode`; its columns are positions in the request, and columns that it lacks count as masked.
+        mask, bias: as in `GQADecode`; their columns are positions in the request, and columns that they lack count as
+            masked.
         lse: ``(B, Hq, L)``, with L = 1 for q of three dims.
 
     Examples:
@@ -227,13 +231,14 @@ class PagedGQADecode(_Paged, _Decode):
     def __init__(
         self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, out: Sample, *,
         seqlens_k: Sample | None = None, kv_indptr: Sample | None = None, page_table_rows: Sample | None = None,
-        new_k: Sample | None = None, new_v: Sample | None = None, mask: Sample | None = None, lse: Sample | None = None,
-        sinks: Sample | None = None, causal: bool = False, softmax_scale: float | None = None,
-        window: Window | None = None, softcap: float | None = None, num_splits: int | None = None,
+        new_k: Sample | None = None, new_v: Sample | None = None, mask: Sample | None = None,
+        bias: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
+        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        num_splits: int | None = None,
     ) -> None:  # fmt: skip
         pool = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "out": out}
         lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
-        others = {"new_k": new_k, "new_v": new_v, "mask": mask, "lse": lse, "sinks": sinks}
+        others = {"new_k": new_k, "new_v": new_v, "mask": mask, "bias": bias, "lse": lse, "sinks": sinks}
         super().__init__(num_splits, causal, softmax_scale, window, softcap, **pool, **lengths, **others)
 
     def _layouts(self, ranks, given):
@@ -272,8 +277,9 @@ class PagedGQAPrefill(_Paged, AttentionOp):
     def __init__(
         self, q: Sample, k_cache: Sample, v_cache: Sample, page_table: Sample, cu_seqlens_q: Sample, out: Sample, *,
         seqlens_k: Sample | None = None, kv_indptr: Sample | None = None, page_table_rows: Sample | None = None,
-        mask: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None, causal: bool = False,
-        softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+        mask: Sample | None = None, bias: Sample | None = None, lse: Sample | None = None, sinks: Sample | None = None,
+        causal: bool = False, softmax_scale: float | None = None, window: Window | None = None,
+        softcap: float | None = None,
     ) -> None:  # fmt: skip
         pool = {
             "q": q,
@@ -284,7 +290,7 @@ class PagedGQAPrefill(_Paged, AttentionOp):
             "out": out,
         }
         lengths = {"seqlens_k": seqlens_k, "kv_indptr": kv_indptr, "page_table_rows": page_table_rows}
-        others = {"mask": mask, "lse": lse, "sinks": sinks}
+        others = {"mask": mask, "bias": bias, "lse": lse, "sinks": sinks}
         super().__init__(causal, softmax_scale, window, softcap, **pool, **lengths, **others)
 
     def _layouts(self, ranks, given):

@@ -48,6 +48,8 @@ class AttentionOp(APIBase):
         self._check_presence(given)
         if "mask" in ranks and ranks["mask"] not in MASK_DIMS:
             raise ContractError(f"mask: wanted {_MASK_SHAPES}, got {ranks['mask']} dims")
+        if ranks.get("bias", 4) != 4:
+            raise ContractError(f"bias: wanted 4 dims, (B|1, Hq|1, L|1, S), got {ranks['bias']}")
         self._queries, self._keys = self._layouts(ranks, given)
         if self._splits:
             given["workspace"] = TensorSpec((0,), "uint8")
@@ -105,6 +107,7 @@ class AttentionOp(APIBase):
             keys=self._keys,
             given=given_of(samples),
             mask_rank=len(samples["mask"].shape) if "mask" in samples else 0,
+            bias_dtype=samples["bias"].dtype if "bias" in samples else "",
             **facts,
         )
         return self._select(problem, arch)

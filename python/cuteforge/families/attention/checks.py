@@ -37,20 +37,22 @@ def check_relations(dims: Dims, samples: Mapping[str, Any], queries: str, keys: 
         raise ContractError("k_cache: wanted pages of at least one token, got ps = 0")
     if is_paged and "page_table_rows" not in samples and dims["R"] != dims["B"]:
         raise ContractError(f"page_table: wanted a row for each of B = {dims['B']} requests, got R = {dims['R']}")
-    for symbol, wanted in mask_extents(dims, queries, keys).items():
-        got = dims.get(symbol, wanted)
-        if got != wanted and (got != 1 or symbol == "Sm"):
-            what = {"Bm": "B", "Hm": "Hq", "Lm": "L", "Sm": "S"}[symbol]
-            raise ContractError(f"mask: wanted {what} = {wanted}{'' if symbol == 'Sm' else ' or 1'}, got {got}")
+    extents = score_extents(dims, queries, keys)
+    for name in ("mask", "bias"):
+        for symbol, wanted in extents.items():
+            got = dims.get(symbol[0] + name[0], wanted)
+            if got != wanted and (got != 1 or symbol == "S"):
+                raise ContractError(f"{name}: wanted {symbol} = {wanted}{'' if symbol == 'S' else ' or 1'}, got {got}")
 
 
-def mask_extents(dims: Dims, queries: str, keys: str) -> Dims:
-    """Extents that the dims of a mask must have. Of what differs from request to request a mask may have any number."""
-    extents = {"Bm": dims["B"], "Hm": dims["Hq"]}
+def score_extents(dims: Dims, queries: str, keys: str) -> Dims:
+    """Extents that the dims of a mask or bias must have, whose symbols begin with the letters of these. Of what differs
+    from request to request it may have any number."""
+    extents = {"B": dims["B"], "Hq": dims["Hq"]}
     if queries != "packed":
-        extents["Lm"] = dims.get("L", 1)
+        extents["L"] = dims.get("L", 1)
     if keys == "batch":
-        extents["Sm"] = dims["S"]
+        extents["S"] = dims["S"]
     return extents
 
 
@@ -72,7 +74,7 @@ class ShapeCheck:
         # q has the requests of the lengths, where it has any: the entry compares them
         self._by_request = [indices[name] for name in by_request if name in indices]
         self._is_paged = "page_table" in indices
-        self._mask = indices.get("mask")
+        self._mask, self._bias = indices.get("mask"), indices.get("bias")
 
     def __call__(self, operands: tuple) -> bool:
         try:
@@ -88,17 +90,23 @@ class ShapeCheck:
             for index in self._by_request:
                 if operands[index].shape[0] != batch:
                     return False
-            return self._mask is None or self._mask_agrees(operands[self._mask], q, k, batch)
+            if self._bias is not None and not self._agrees(operands[self._bias].shape, q, k, batch):
+                return False
+            if self._mask is None:
+                return True
+            mask = operands[self._mask]
+            # the entry takes the bytes of a mask for what they are, whatever their type
+            return mask.dtype is torch.bool and self._agrees(mask.shape, q, k, batch)
         except (AttributeError, IndexError):
             return False
 
-    def _mask_agrees(self, mask: torch.Tensor, q: torch.Size, k: torch.Size, batch: int) -> bool:
-        """The entry takes the bytes of a mask for what they are, whatever their type."""
-        shape, is_packed = mask.shape, self._cu_seqlens_q is not None
+    def _agrees(self, shape: torch.Size, q: torch.Size, k: torch.Size, batch: int) -> bool:
+        """Whether a mask or bias has the extents of the scores."""
+        is_packed = self._cu_seqlens_q is not None
         tokens = None if is_packed else q[1] if len(q) == 4 else 1
         wanted = [batch, *[q[-2]][: len(shape) == 4], *[tokens][: len(shape) > 2]]
         outer = all(want is None or got in (1, want) for got, want in zip(shape, wanted))
-        return mask.dtype is torch.bool and outer and (is_packed or self._is_paged or shape[-1] == k[1])
+        return outer and (is_packed or self._is_paged or shape[-1] == k[1])
 
 
 def check_contents(tensors: Mapping[str, torch.Tensor], left: int | None) -> None:

@@ -31,6 +31,7 @@ FLOATS = ("bfloat16", "float16")
 QUERY_DIMS = {"batch": "B L Hq", "single": "B Hq", "packed": "T Hq"}
 KEY_DIMS = {"batch": "B S Hkv", "packed": "Tk Hkv", "pages": "P ps Hkv", "tokens": "P Hkv"}
 MASK_DIMS = {2: "Bm Sm", 3: "Bm Lm Sm", 4: "Bm Hm Lm Sm"}
+BIAS_DIMS = "Bb Hb Lb Sb"
 
 
 class Layout(NamedTuple):
@@ -49,17 +50,20 @@ class Kind(NamedTuple):
         dtypes: as in `op.signature.Operand`.
         align_bytes: of the base and of every row.
         has_rows: whether its rows are read 16 bytes at a time, so that all strides but the last are multiples of that.
+        dense_dims: as in `op.signature.Operand`.
     """
 
     dtypes: tuple[str, ...]
     align_bytes: int
     has_rows: bool = False
+    dense_dims: int = 1
 
 
 QUERIES = Kind(FLOATS, 16, has_rows=True)
 HEADS = Kind(("=q",), 16, has_rows=True)
 FLOAT32 = Kind(("float32",), 4)
 BOOLEAN = Kind(("bool",), 1)
+BIAS = Kind((*FLOATS, "float32"), 1, dense_dims=0)
 INDEX = Kind(("int32",), 4)
 BYTES = Kind(("uint8",), 16)
 
@@ -115,6 +119,7 @@ ROWS: tuple[Row, ...] = (
     Row("new_k", _fixed("B Hkv D"), HEADS, optional=frozenset((PAGED_DECODE,))),
     Row("new_v", _fixed("B Hkv Dv"), HEADS, optional=frozenset((PAGED_DECODE,))),
     Row("mask", lambda at: MASK_DIMS[at.mask_rank], BOOLEAN, optional=ALL),
+    Row("bias", _fixed(BIAS_DIMS), BIAS, optional=ALL),
     Row("sinks", _fixed("Hq"), FLOAT32, optional=ALL),
     Row("lse", lambda at: "Hq T" if at.queries == "packed" else "B Hq L", FLOAT32, optional=ALL, is_output=True),
     Row("workspace", _fixed("W"), BYTES, optional=frozenset((DECODE, PAGED_DECODE)), is_output=True),
@@ -184,4 +189,7 @@ def _operand(row: Row, layout: Layout, names: tuple[str, ...]) -> Operand:
     role = "scratch" if row.kind is BYTES else "out" if row.is_output else "in"
     if row.name in POOLS and APPENDED[0] in names:
         role = "update"
-    return Operand(row.name, row.dims(layout), row.kind.dtypes, align_bytes=row.kind.align_bytes, role=role)
+    kind = row.kind
+    return Operand(
+        row.name, row.dims(layout), kind.dtypes, align_bytes=kind.align_bytes, role=role, dense_dims=kind.dense_dims
+    )

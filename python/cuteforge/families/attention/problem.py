@@ -18,6 +18,7 @@ class Problem:
             ``"tokens"`` (P, Hkv, D), pages of one token.
         given: the operands of `operands.ROWS` that the op has though it could do without, in the order of the rows.
         mask_rank: dims of the mask, 0 without one.
+        bias_dtype: of the bias, "" without one.
         has_left, has_right: a query sees no more than so many keys before, and after, its own position; how many the
             launch says. No key after it is `causal`.
         has_softcap: scores are capped.
@@ -30,6 +31,7 @@ class Problem:
     keys: str
     given: tuple[str, ...] = ()
     mask_rank: int = 0
+    bias_dtype: str = ""
     causal: bool = False
     has_left: bool = False
     has_right: bool = False
@@ -74,6 +76,11 @@ class Problem:
     def has_sinks(self) -> bool:
         """Whether each query head has a term of its own in the denominators."""
         return self.takes("sinks")
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether numbers of the caller's are added to the scores."""
+        return self.takes("bias")
 
     @property
     def has_lse(self) -> bool:

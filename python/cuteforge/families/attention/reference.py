@@ -24,6 +24,7 @@ def attend(
     lens_q: torch.Tensor | None = None,
     lens_k: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -40,6 +41,8 @@ def attend(
             lies past them is not read.
         mask: bool, True = visible: ``(B, S)``, ``(B, L, S)`` or ``(B, 1|Hq, 1|L, S)``, B or L of 1 broadcasts. Rows and
             columns that it lacks count as masked.
+        bias: ``(1|B, 1|Hq, 1|L, S)``, added to the scaled scores, after a softcap; -inf masks. What it lacks counts as
+            masked.
         sinks: ``(Hq,)``, a logit of each head that joins the denominators, lse included, and has no value.
         causal: query i of request b sees key j only where ``j <= p``, ``p = i + lens_k[b] - lens_q[b]``.
         softmax_scale: None is ``D**-0.5``.
@@ -70,7 +73,8 @@ def attend(
             run = slice(first, min(first + step, rows))
             positions = torch.arange(run.start, run.stop, device=q.device) + (cols - rows)
             visible = _visible(mask, b, run, cols, _window(positions, cols, left, right))
-            scores = _scores(q[b, run].to(compute_dtype), keys, scale, softcap, visible)
+            added = None if bias is None else _rows_of(bias, b, run, cols, -torch.inf).to(compute_dtype)
+            scores = _scores(q[b, run].to(compute_dtype), keys, scale, softcap, added, visible)
             part, lse[b, :, run] = _weigh(scores, values, sinks, lse_dtype)
             out[b, run] = part.to(out.dtype)
     return out, lse
@@ -97,7 +101,9 @@ def _visible(
     """Which keys the queries `rows` of request `b` see: ``(1|Hq, 1|rows, cols)`` bool, or None for all."""
     if mask is None:
         return None if window is None else window[None]
-    visible = _mask_rows(mask, b, rows, cols)
+    if mask.dim() < 4:
+        mask = mask.unsqueeze(1).unsqueeze(1) if mask.dim() == 2 else mask.unsqueeze(1)
+    visible = _rows_of(mask, b, rows, cols, False)
     return visible if window is None else visible & window
 
 
@@ -114,26 +120,26 @@ def _window(positions: torch.Tensor, cols: int, left: int | None, right: int | N
     return inside
 
 
-def _mask_rows(mask: torch.Tensor, b: int, rows: slice, cols: int) -> torch.Tensor:
-    """``(1|Hq, 1|rows, cols)`` of the mask; False where it has no row or no column."""
-    if mask.dim() < 4:
-        mask = mask.unsqueeze(1).unsqueeze(1) if mask.dim() == 2 else mask.unsqueeze(1)
-    given = mask[b if mask.shape[0] > 1 else 0, ..., :cols]
+def _rows_of(by_score: torch.Tensor, b: int, rows: slice, cols: int, missing: float) -> torch.Tensor:
+    """``(1|Hq, 1|rows, cols)`` of a mask or bias; `missing` where it has no row or no column."""
+    given = by_score[b if by_score.shape[0] > 1 else 0, ..., :cols]
     has_rows = given.shape[1] != 1
     given = given[:, rows] if has_rows else given
-    visible = given.new_zeros(given.shape[0], rows.stop - rows.start if has_rows else 1, cols)
-    visible[:, : given.shape[1], : given.shape[2]] = given
-    return visible
+    whole = given.new_full((given.shape[0], rows.stop - rows.start if has_rows else 1, cols), missing)
+    whole[:, : given.shape[1], : given.shape[2]] = given
+    return whole
 
 
-def _scores(q, keys, scale, softcap, visible) -> torch.Tensor:
-    """``(Hq, rows, cols)`` of q ``(rows, Hq, D)`` with keys by head, -inf where they do not count."""
+def _scores(q, keys, scale, softcap, bias, visible) -> torch.Tensor:
+    """``(Hq, rows, cols)`` of q ``(rows, Hq, D)`` with keys by head, plus the bias; -inf where they do not count."""
     rows, heads, d = q.shape
     # The queries of a group, one after the other, read one head.
     grouped = _by_head(q).reshape(keys.shape[0], -1, d)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, rows, -1) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
 

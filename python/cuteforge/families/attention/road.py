@@ -79,6 +79,7 @@ class AttentionRoad(Road):
     """The road of one wrapper."""
 
     outputs = ("out",)
+    never_copied = ("bias",)  # any strides are read, and a copy of expanded ones may be very large
 
     def __init__(self, op: type[AttentionOp]) -> None:
         self.op = op
@@ -167,7 +168,8 @@ class AttentionRoad(Road):
         else:
             rows = q.numel() <= _most_elems_of_few_rows(given)
         mask_rank = given["mask"].dim() if "mask" in given else 0
-        sizes = (q.shape[-1], values.shape[-1], q.dim(), keys.dim(), mask_rank, rows)
+        bias_dtype = given["bias"].dtype if "bias" in given else None
+        sizes = (q.shape[-1], values.shape[-1], q.dim(), keys.dim(), mask_rank, bias_dtype, rows)
         # of the options all but the scale, which comes with each launch
         return (self.op, tuple(given), q.dtype, sizes, options._replace(softmax_scale=None), q.get_device())
 
@@ -188,19 +190,20 @@ class AttentionRoad(Road):
         return POOLS if "new_k" in call.inputs else ()
 
     def variation(self, op: AttentionOp, call: Invocation) -> Variation:
-        """The number of tokens and of keys may differ: the entry compares them, but for those of a mask. From one
-        decode to the next there is a key more."""
+        """The number of tokens and of keys may differ: the entry compares them, but for those of a mask or bias. From
+        one decode to the next there is a key more."""
         given = call.inputs
         tokens = _token_dim(given)
-        has_mask = "mask" in given
-        if call.outputs or (has_mask and tokens == 0):
+        # what has scores' extents
+        by_score = {name: given[name].dim() - 1 for name in ("mask", "bias") if name in given}
+        if call.outputs or (by_score and tokens == 0):
             return Variation()
         varying = {"k": tokens, "v": tokens} if "k" in given else {}
-        if has_mask:
-            varying["mask"] = given["mask"].dim() - 1
+        if by_score:
+            varying |= by_score
             if "k" not in given:
                 return Variation(varying=varying)
-            return Variation(varying=varying, agree=_mask_covers_keys, agreeing=("mask", "k"))
+            return Variation(varying=varying, agree=_cover_keys, agreeing=("k", *by_score))
         if self.op in DECODE_OPS:
             if "k" not in given:
                 return Variation(varying=varying)
@@ -223,8 +226,8 @@ def _token_dim(given: Tensors) -> int:
     return 0 if "cu_seqlens_q" in given else 1
 
 
-def _mask_covers_keys(mask: torch.Tensor, k: torch.Tensor) -> bool:
-    return mask.shape[-1] == k.shape[1]
+def _cover_keys(k: torch.Tensor, *by_score: torch.Tensor) -> bool:
+    return all(x.shape[-1] == k.shape[1] for x in by_score)
 
 
 def _most_elems_of_few_rows(given: Tensors) -> int:

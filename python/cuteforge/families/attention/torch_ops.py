@@ -68,7 +68,8 @@ def _attend_on_cpu(given: Tensors, options: dict[str, Any], out: torch.Tensor, l
         q, lens_q = reference.unpack(q, cuts)
     q = q[:, None] if q.dim() == 3 else q
     sinks = given.get("sinks")
-    options |= {"lens_q": lens_q, "lens_k": lens_k, "mask": given.get("mask"), "sinks": sinks}
+    options |= {"lens_q": lens_q, "lens_k": lens_k, "mask": given.get("mask"), "bias": given.get("bias")}
+    options |= {"sinks": sinks}
     results = reference.attend(q, k, v, **options, compute_dtype=torch.float32)
     if cuts is None:
         out.copy_(results[0].reshape(out.shape))

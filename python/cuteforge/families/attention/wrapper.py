@@ -19,10 +19,9 @@ PAGED_DECODE_ROAD, PAGED_PREFILL_ROAD = ROADS[PagedGQADecode], ROADS[PagedGQAPre
 def gqa_decode_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seqlens_k: torch.Tensor | None = None, mask: torch.Tensor |
     None = None,
-    sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, window: Window | None =
-    None,
-    softcap: float | None = None, num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None =
-    None,
+    bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None,
+    num_splits: int | None = None, return_lse: bool = False, out: torch.Tensor | None = None,
     stream: Stream | None = None,
 ) -> TupleDict:  # fmt: skip
     """Attention of a few query tokens over dense keys and values; see `GQADecode` for the operation, arguments and
@@ -60,7 +59,7 @@ def gqa_decode_wrapper(
         >>> torch.equal(out[1, 0], v[1, 0].repeat_interleave(4, dim=0))  # request 1 has one key
         True
     """
-    tensors = (q, k, v, seqlens_k, mask, sinks, out)
+    tensors = (q, k, v, seqlens_k, mask, bias, sinks, out)
     options = (causal, window, softcap, num_splits, softmax_scale, return_lse)
     return _attend(DECODE_ROAD, tensors, options, stream)
 
@@ -68,8 +67,8 @@ def gqa_decode_wrapper(
 def gqa_prefill_wrapper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k:
     torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal:
-    bool = False,
+    seqlens_k: torch.Tensor | None = None, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, return_lse: bool =
     False,
     out: torch.Tensor | None = None, stream: Stream | None = None,
@@ -96,7 +95,7 @@ def gqa_prefill_wrapper(
         >>> torch.equal(out[20], v[20].repeat_interleave(4, dim=0))  # the first query of request 1 sees one key
         True
     """
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqlens_k, mask, sinks, out)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqlens_k, mask, bias, sinks, out)
     options = (causal, window, softcap, None, softmax_scale, return_lse)
     return _attend(PREFILL_ROAD, tensors, options, stream)
 
@@ -106,8 +105,8 @@ def paged_gqa_decode_wrapper(
     | None = None,
     kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None = None, new_k: torch.Tensor | None =
     None,
-    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool
-    = False,
+    new_v: torch.Tensor | None = None, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, window: Window | None = None, softcap: float | None = None, num_splits: int |
     None = None,
     return_lse: bool = False, out: torch.Tensor | None = None, stream: Stream | None = None,
@@ -133,7 +132,21 @@ def paged_gqa_decode_wrapper(
         >>> torch.equal(k_cache[7, 3], new["new_k"][0])  # token 19 of request 0 is stored: page 7, slot 3
         True
     """
-    tensors = (q, k_cache, v_cache, page_table, seqlens_k, kv_indptr, page_table_rows, new_k, new_v, mask, sinks, out)
+    tensors = (
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seqlens_k,
+        kv_indptr,
+        page_table_rows,
+        new_k,
+        new_v,
+        mask,
+        bias,
+        sinks,
+        out,
+    )
     options = (causal, window, softcap, num_splits, softmax_scale, return_lse)
     return _attend(PAGED_DECODE_ROAD, tensors, options, stream)
 
@@ -143,8 +156,8 @@ def paged_gqa_prefill_wrapper(
     *,
     seqlens_k: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None, page_table_rows: torch.Tensor | None =
     None,
-    mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, causal: bool = False, softmax_scale: float |
-    None = None,
+    mask: torch.Tensor | None = None, bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    causal: bool = False, softmax_scale: float | None = None,
     window: Window | None = None, softcap: float | None = None, return_lse: bool = False, out: torch.Tensor | None =
     None,
     stream: Stream | None = None,
@@ -169,7 +182,20 @@ def paged_gqa_prefill_wrapper(
         >>> out.shape, lse.shape
         (torch.Size([25, 32, 128]), torch.Size([32, 25]))
     """
-    tensors = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, kv_indptr, page_table_rows, mask, sinks, out)
+    tensors = (
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        cu_seqlens_q,
+        seqlens_k,
+        kv_indptr,
+        page_table_rows,
+        mask,
+        bias,
+        sinks,
+        out,
+    )
     options = (causal, window, softcap, None, softmax_scale, return_lse)
     return _attend(PAGED_PREFILL_ROAD, tensors, options, stream)
 

@@ -239,7 +239,7 @@ def test_a_call_with_other_extents_compiles_nothing(device):
     assert compiles() == before
 
 
-# Lengths of so many requests that CTAs take shares of all their keys, in tables with room for far longer ones: shares of
+# So many requests that CTAs take shares of all keys, in tables with room for far longer ones: shares of
 # whole requests where these are alike, one each or several, and equally long shares elsewhere.
 ALIKE = {
     "equal": [420] * 250,

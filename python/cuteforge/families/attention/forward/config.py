@@ -112,7 +112,7 @@ class Traits(WorkTraits):
         return self.tile.key_warps > 1
 
     @property
-    def keeps_mask_bytes(self) -> bool:
+    def mask_is_ahead(self) -> bool:
         return self.problem.widest <= 192
 
     @property
@@ -121,6 +121,12 @@ class Traits(WorkTraits):
         128 requests of 1024 keys in pages of one token: 163 us, 168 with one, 161 with three, which gained nothing
         elsewhere)."""
         return 2 if self.problem.is_paged and self.tile.key_warps > 1 and self.problem.widest <= 128 else 1
+
+    @property
+    def bias_is_ahead(self) -> bool:
+        """Whether the bias of a tile of keys is loaded before the products that it is added to: where it takes few
+        registers."""
+        return self.tile.m_blocks * self.tile.tile_n <= 32
 
     @property
     def join_pitch(self) -> int:
@@ -259,9 +265,9 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
 
 
 def _lacks_registers(problem: Problem, arch: Arch) -> bool:
-    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, and where the
-    assembler needs more of them."""
-    return problem.mask_rank > 0 or arch.major >= 10
+    """Whether a tile that just fits the 255 registers of a thread elsewhere would spill: with a mask, with a bias, and
+    where the assembler needs more of them."""
+    return problem.mask_rank > 0 or problem.has_bias or arch.major >= 10
 
 
 def _relaxed(tile: Tile) -> Iterator[Tile]:

@@ -17,7 +17,8 @@ def operands(problem: Problem, has_workspace: bool) -> tuple:
 
     def tensor(row):
         dtype = problem.dtype if row.kind.has_rows else row.kind.dtypes[0]
-        return fake.tensor(row.dims(layout), dtype, row.kind.align_bytes)
+        dtype = problem.bias_dtype if row.name == "bias" else dtype
+        return fake.tensor(row.dims(layout), dtype, row.kind.align_bytes, row.kind.dense_dims)
 
     names = {row.name for row in entry_rows() if problem.takes(row.name)} | ({"workspace"} if has_workspace else set())
     return tuple(tensor(row) if row.name in names else None for row in entry_rows())

@@ -23,10 +23,10 @@ from cuteforge.families.attention.forward.entry import Entry, build_entry
 from cuteforge.families.attention.keys.ring import TokenRing
 from cuteforge.families.attention.parts.cluster import ClusterPart, InCluster
 from cuteforge.families.attention.parts.combine import Combine
-from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.queries import load_queries
 from cuteforge.families.attention.parts.result import KeyWarpJoin, Results
-from cuteforge.families.attention.parts.scores import ScoreCap, score_factor
+from cuteforge.families.attention.parts.scores import weighing_factor
+from cuteforge.families.attention.parts.scoring import LookedUp, Scoring
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.limits import Limits
@@ -37,6 +37,7 @@ from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
 from cuteforge.runtime.build import Build
 
+PAGES_OF_SECTOR = 8  # page numbers in 32 bytes, what L1 fetches
 ALL_GRANULES = 1 << 24
 
 
@@ -75,19 +76,15 @@ class WarpRows(TraceConstant):
         self.rO.fill(0.0)
         self.rWeight.fill(0.0)
 
-PAGES_OF_SECTOR = 8  # page numbers in 32 bytes, of which a line of L1 is made
-
 
 class Weighing(TraceConstant):
-    """From the scores of a tile of keys to weights: cap, mask and softmax."""
+    """From the scores of a tile of keys to weights."""
 
     def __init__(self, work: WorkTile, rows: WarpRows, softmax: OnlineSoftmax, scale, lane):
-        self.mask, self.cap = ScoreMask(work, rows.of_lane, lane), ScoreCap(scale, work.ops.softcap)
-        self.softmax, self.rows = softmax, rows
+        self.scoring, self.softmax, self.rows = Scoring(work, rows.of_lane, scale, lane), softmax, rows
 
-    def apply(self, rS, tile, found) -> None:
-        """`found` is what the mask has for the tile, None if it was not looked up yet."""
-        self.cap.apply(rS, self.mask, tile, self.mask.look_up(tile) if found is None else found)
+    def apply(self, rS, tile, found: LookedUp) -> None:
+        self.scoring.apply(rS, tile, found)
         self.softmax.update(rS, self.rows.rO, self.rows.rWeight)
 
 
@@ -221,7 +218,7 @@ class Attention(Entry):
         if cutlass.const_expr(self.traits.problem.appends):
             if warp == 0 and granule == 0 and work.first_row == 0:
                 source.append(lane)
-        softmax = OnlineSoftmax(tile.m_blocks, score_factor(scale, work.ops.softcap), self.traits.keeps_sums)
+        softmax = OnlineSoftmax(tile.m_blocks, weighing_factor(work.ops, scale), self.traits.keeps_sums)
         warp_rows = ROW_BLOCK * tile.m_blocks
         # all key warps leave the same rows at the same address
         query_address = sAddress + self.traits.streams_bytes + row_warp * (warp_rows * shape.rows.first.pitch_bytes)
@@ -297,7 +294,7 @@ class Attention(Entry):
         (k_rows, v_rows), (k_offset, v_offset) = shape.rows, shape.offsets
         address = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_rows // 8, 4), Float32)
-        found = weighing.mask.look_up(tile) if self.traits.keeps_mask_bytes else None
+        found = weighing.scoring.look_up(tile)
         self._multiply_keys(address + k_offset + OperandLanes(lane, k_rows).rows_as_columns, queries, rS)
         weighing.apply(rS, tile, found)
         self._multiply_values(address + v_offset + OperandLanes(lane, v_rows).rows_summed, rS, rows.rO, rows.rWeight)

@@ -44,6 +44,10 @@ MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS = 96
+# Of two warpgroups with a bias, for a lane's part of a tile; with 184, fp32 in pages with a mask and all options spills
+# 8 bytes (ptxas of CUDA 12).
+BIAS_TILE_REGISTERS, PAGED_BIAS_TILE_REGISTERS = 184, 180
+BIAS_GROUP_REGISTERS = 16  # of what is loaded when it is wanted
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
 
@@ -106,6 +110,11 @@ class WarpgroupTraits(WorkTraits):
     @property
     def keeps_mask_bytes(self) -> bool:
         return self.tile.warpgroups == 2 and self.problem.v_dim <= 192
+
+    @property
+    def bias_is_ahead(self) -> bool:
+        """Whether the bias of a tile of keys is loaded before the products that it is added to are waited for."""
+        return bias_is_ahead(self.problem)
 
     @property
     def box_rows(self) -> int:
@@ -200,6 +209,8 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
     """Three warpgroups where a lane then has registers for enough keys: the weights of one are found while the products
     of two others run (H200, 4x4096 d128 full: 1721 us with two and 128 keys, of 2600 cycles for 2048 of products; 1643
     with three and 80)."""
+    if problem.has_bias:
+        return WarpgroupTile(2, _most_keys_with_bias(problem), num_stages)
     if problem.widest <= 128:
         # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
         # change the bits of the results, which are those of no mask where the mask keeps all
@@ -218,3 +229,18 @@ def _most_keys(problem: Problem) -> int:
         room -= OPTION_REGISTERS
         most = MAX_OPTION_KEYS
     return min(room * 4 // 3 // 16 * 16, most)
+
+
+def _most_keys_with_bias(problem: Problem) -> int:
+    """Of a tile of two warpgroups: beside the sums of results, scores and weights, what is added to the scores."""
+    if not bias_is_ahead(problem):
+        room = BIAS_TILE_REGISTERS - BIAS_GROUP_REGISTERS - problem.v_dim // 2
+        return room * 4 // 3 // 16 * 16
+    room = (PAGED_BIAS_TILE_REGISTERS if problem.is_paged else BIAS_TILE_REGISTERS) - problem.v_dim // 2
+    room_of_key = 5 if problem.bias_dtype == "float32" else 4  # quarters of a register
+    return min(room * 4 // room_of_key // 16 * 16, MAX_TILE_KEYS)
+
+
+def bias_is_ahead(problem: Problem) -> bool:
+    """Whether the bias of a tile of keys is loaded before its scores are waited for: where registers hold it."""
+    return problem.v_dim <= 192

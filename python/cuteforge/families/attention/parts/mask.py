@@ -1,6 +1,6 @@
 """Which scores count: limits by length, causality and windows, and boolean masks.
 
-A lane needs bytes all over a row of a mask: two of every eight columns. So the four lanes that share a row load 16 bytes
+A lane needs bytes all over a row of a mask: two of every eight columns. So the four lanes of a row load 16 bytes
 each, as wide as loads get, turn bytes into bits, and hand the bits to each other (H200, 4x2048 d128, a mask for each
 request: loads of the two bytes that a lane needs took more of L1's time than the products took).
 """
@@ -55,10 +55,11 @@ class ScoreMask(TraceConstant):
         first, chunks = tile * self.traits.tile.tile_n, self.traits.tile.tile_n // CHUNK
         rows = [[self.rows[0][0]]] if self.has_one_row else self.rows
         keeps_bytes = self.traits.keeps_mask_bytes
-        if not keeps_bytes:
+        if not (keeps_bytes and self.traits.mask_is_ahead):
             rows = [[found_anew(row) for row in halves] for halves in rows]
         found = [
-            [MaskRow(self.work, row).look_up(first, chunks, self.lane, keeps_bytes) for row in halves] for halves in rows
+            [MaskRow(self.work, row).look_up(first, chunks, self.lane, keeps_bytes) for row in halves]
+            for halves in rows
         ]
         if keeps_bytes:
             return found

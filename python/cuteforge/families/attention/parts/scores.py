@@ -2,7 +2,7 @@
 where the op has a cap."""
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 
 from cuteforge.device.math import LOG2_E, select, tanh_scaled
 from cuteforge.device.traced import TraceConstant
@@ -10,25 +10,28 @@ from cuteforge.families.attention.parts.softmax import HALVES
 
 
 def score_factor(scale, softcap) -> Float32:
-    """What the softmax takes scores times, so that exp becomes exp2; of capped ones, which are between -1 and 1."""
+    """What scores are taken times, so that exp becomes exp2; of capped ones, which are between -1 and 1."""
     if softcap is not None:
         return softcap * LOG2_E
     return Float32(select(scale == 0.0, Float32(1.0), cutlass.max(scale, -scale) * LOG2_E))
 
 
+def weighing_factor(ops, scale) -> Float32:
+    """What the softmax takes scores times: after a bias they are what exp2 takes."""
+    return score_factor(scale, ops.softcap) if ops.mBias is None else Float32(1.0)
+
+
 class ScoreCap(TraceConstant):
     """Turns scores, which have the sign of the scale already, into ``tanh(|scale| * score / softcap)``; without a
-    softcap it leaves them alone. Then masks them."""
+    softcap it leaves them alone."""
 
     def __init__(self, scale, softcap):
         self.scale = None if softcap is None else cutlass.max(scale, -scale) * (2 * LOG2_E) / softcap
 
     @cute.jit
-    def apply(self, rS: cute.Tensor, mask, tile: Int32, found):
-        """Cap the scores of a tile of keys, and mask them; `found` is what `mask` has looked up for it."""
+    def apply(self, rS: cute.Tensor):
+        """Four of a row at a time; a NaN among them makes NaN of all."""
         if cutlass.const_expr(self.scale is not None):
-            # Four of a row are capped together. What does not count may be NaN and must not reach what does.
-            mask.apply(rS, tile, found)
             for block in cutlass.range_constexpr(rS.shape[0]):
                 for n in cutlass.range_constexpr(0, rS.shape[1], 2):
                     for half in cutlass.range_constexpr(HALVES):
@@ -36,4 +39,3 @@ class ScoreCap(TraceConstant):
                         capped = tanh_scaled([rS[block, m, e] for m, e in places], self.scale)
                         for (m, e), value in zip(places, capped):
                             rS[block, m, e] = value
-        mask.apply(rS, tile, found)

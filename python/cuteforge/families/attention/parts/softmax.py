@@ -15,7 +15,8 @@ HALVES = 2  # a lane holds rows g and g + 8 of a block
 
 
 class OnlineSoftmax(TraceConstant):
-    """State of a lane's rows; `factor` is positive, ``|scale| * log2(e)`` or what scores are capped at times log2(e).
+    """State of a lane's rows; `factor` is positive: ``|scale| * log2(e)``, or what scores are capped at times log2(e).
+    Where a bias has been added it is 1.
 
     `rMax[block, half]` is the largest score so far, in every lane of the row's four. `rSum` is the lane's own part of
     the row's sum of weights before they are rounded, kept where `with_sums`: what a log-sum-exp is made of.

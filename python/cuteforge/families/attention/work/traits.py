@@ -78,6 +78,11 @@ class WorkTraits:
         return False
 
     @property
+    def mask_is_ahead(self) -> bool:
+        """Whether the mask of a tile of keys is looked up before the products that it is for."""
+        return True
+
+    @property
     def keeps_mask_bytes(self) -> bool:
         """Whether registers hold a lane's bytes of a mask until the scores are there. Otherwise only the bits of them,
         which then have to be waited for."""

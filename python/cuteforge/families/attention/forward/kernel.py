@@ -14,7 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import ReadOnce, prefetch, row_address
+from cuteforge.device.copy import ReadOnce
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
 from cuteforge.device.traced import TraceConstant, named_kernel
@@ -37,7 +37,6 @@ from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
 from cuteforge.runtime.build import Build
 
-PAGES_OF_SECTOR = 8  # page numbers in 32 bytes, what L1 fetches
 ALL_GRANULES = 1 << 24
 
 
@@ -140,8 +139,6 @@ class Attention(Entry):
         rank = bidx & ((Int32(1) << log_cluster) - 1)
         number, head = divmod(bidx >> log_cluster, counts.divisors.heads)
         split = (number << log_cluster) + rank
-        if cutlass.const_expr(traits.problem.is_paged and not traits.problem.takes("page_table_rows")):
-            self._fetch_pages(counts, shares, split, tidx)
         batch, row_tile, granule, remaining, part = shares.start_of_share(split)
         if cutlass.const_expr(traits.cluster > 0):
             if log_cluster > 0:
@@ -173,18 +170,6 @@ class Attention(Entry):
                 batch, row_tile = divmod(number, counts.divisors.row_tiles)
                 work = WorkTile(counts, batch, head, row_tile)
                 self._in_cluster(log_cluster, work, sAddress, rank).part.join(tidx)
-
-    @cute.jit
-    def _fetch_pages(self, counts: Counts, shares: Shares, split: Int32, tidx: Int32):
-        """Page numbers of a piece of a row tile come to L1 while the length of the request is looked up. If it has all
-        keys that its row has room for, they are the piece's first; else what is read may be of no use."""
-        if shares.pieces > 0 and tidx < WARP:
-            mTable = counts.ops.mPageTable
-            num_pages, row = mTable.shape[1], shares.request_of(split)
-            piece = split - split // shares.plan.pieces_divisor * shares.pieces
-            page = piece * (num_pages // shares.pieces) + tidx * PAGES_OF_SECTOR
-            if row < mTable.shape[0] and page < num_pages:
-                prefetch(row_address(mTable, (row, page)))
 
     def _in_cluster(self, log_cluster, work: WorkTile, sAddress, rank) -> InCluster | None:
         """As `Results` takes it."""

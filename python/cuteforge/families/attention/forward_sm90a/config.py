@@ -23,7 +23,7 @@ PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are co
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
 FIELDS_BYTES = 32  # what the producer warps tell of a work tile, but for a mask
-LIVE_TILES_BYTES = 16  # what they tell of a mask, or each of two warps finds
+LIVE_TILES_BYTES = 16  # what they tell of a mask, and room for what each of two warps finds
 FIELDS_AHEAD = 8  # work tiles of packed queries: a lane of a producer warp looks each up
 
 
@@ -43,10 +43,11 @@ TILE_REGISTERS, PAGED_TILE_REGISTERS = 128, 124
 MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
-MAX_OPTION_KEYS = 96
+MAX_OPTION_KEYS, MAX_PAGED_OPTION_KEYS = 96, 80
 # Of two warpgroups with a bias, for a lane's part of a tile; with 184, fp32 in pages with a mask and all options spills
 # 8 bytes (ptxas of CUDA 12).
 BIAS_TILE_REGISTERS, PAGED_BIAS_TILE_REGISTERS = 184, 180
+MASKED_BIAS_REGISTERS = 16  # of a mask, by which capped scores are set twice
 BIAS_GROUP_REGISTERS = 16  # of what is loaded when it is wanted
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
@@ -167,7 +168,7 @@ class WarpgroupTraits(WorkTraits):
     @property
     def slots_bytes(self) -> int:
         """Where the warps that look for live tiles tell each other, for this work tile and the next."""
-        return 2 * LIVE_TILES_BYTES if self.finds_live_tiles else 0
+        return 2 * TOKEN_WARPS * LIVE_TILES_BYTES if self.finds_live_tiles else 0
 
     @property
     def fields_bytes(self) -> int:
@@ -227,7 +228,7 @@ def _most_keys(problem: Problem) -> int:
     most = MAX_TILE_KEYS
     if problem.has_softcap and problem.has_left:
         room -= OPTION_REGISTERS
-        most = MAX_OPTION_KEYS
+        most = MAX_PAGED_OPTION_KEYS if problem.is_paged else MAX_OPTION_KEYS
     return min(room * 4 // 3 // 16 * 16, most)
 
 
@@ -237,6 +238,8 @@ def _most_keys_with_bias(problem: Problem) -> int:
         room = BIAS_TILE_REGISTERS - BIAS_GROUP_REGISTERS - problem.v_dim // 2
         return room * 4 // 3 // 16 * 16
     room = (PAGED_BIAS_TILE_REGISTERS if problem.is_paged else BIAS_TILE_REGISTERS) - problem.v_dim // 2
+    if problem.mask_rank and problem.has_softcap:
+        room -= MASKED_BIAS_REGISTERS
     room_of_key = 5 if problem.bias_dtype == "float32" else 4  # quarters of a register
     return min(room * 4 // room_of_key // 16 * 16, MAX_TILE_KEYS)
 

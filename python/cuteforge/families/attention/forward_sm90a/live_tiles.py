@@ -7,12 +7,15 @@ from cutlass import Boolean, Int32, Uint32, cute
 from cuteforge.device.copy import smem_words
 from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
-from cuteforge.families.attention.forward_sm90a.config import Barrier
-from cuteforge.families.attention.parts.mask import CHUNK, WORDS, MaskRow
+from cuteforge.families.attention.forward_sm90a.config import LIVE_TILES_BYTES, Barrier
+from cuteforge.families.attention.parts.mask import CHUNK, HIGH_BITS, WORDS, MaskRow, nonzero_bytes
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
-UNROLL = 2  # loads on their way at once
+UNROLL = 2  # rows on their way at once; four take more registers than these warps have
+COLS = WARP * CHUNK  # that a warp looks at together, a chunk each lane
+NO_COLS = -(1 << 31)  # so many columns, where a chunk may begin before the first one
+ALL_BYTES = HIGH_BITS
 
 
 class LiveTiles(TraceConstant):
@@ -21,106 +24,138 @@ class LiveTiles(TraceConstant):
 
     Args:
         warps: how many there are, and `warp` which one this is.
-        slots: byte address in shared memory of two words for each warp, twice.
+        slots: byte address in shared memory of `LIVE_TILES_BYTES` for each warp, twice.
     """
 
     def __init__(self, warps: int, warp, lane, slots):
         self.warps, self.warp, self.lane, self.slots = warps, warp, lane, slots
 
     @cute.jit
-    def bounds(self, work: WorkTile, number: Int32):
-        """(first, end) of the tiles of keys; `number` counts the work tiles of the CTA."""
+    def find(self, work: WorkTile, number: Int32):
+        """(first, end) of the live tiles, and of the full ones; `number` counts the work tiles of the CTA."""
         first, end = work.key_tiles()
+        first_full, end_full = Int32(0), Int32(0)
         if end > first:
-            first, end = self._own_bounds(work, first, end)
-        own = smem_words(self._slot(number, self.warp), 2)
+            rows = OwnRows(work, self.warps, self.warp, self.lane)
+            first, end = rows.live_tiles(first, end)
+            if cutlass.const_expr(rows.is_one):
+                first_full, end_full = rows.full_tiles(first, end)
+        if cutlass.const_expr(work.traits.problem.mask_rank > 2):
+            first, end = self._join(first, end, number)
+        return first, end, first_full, end_full
+
+    @cute.jit
+    def _join(self, first: Int32, end: Int32, number: Int32):
+        """What all warps have found; one whose rows see nothing has an end at its first."""
+        own = self._words(number, self.warp)
         if self.lane == 0:
             own[0], own[1] = Uint32(first), Uint32(end)
         cute.arch.barrier(barrier_id=Barrier.QUERY_WARPS, number_of_threads=self.warps * WARP)
-        for other in cutlass.range_constexpr(self.warps):
-            words = smem_words(self._slot(number, other), 2)
-            # a warp whose rows see nothing has an end at its first
-            other_first, other_end = Int32(words[0]), Int32(words[1])
-            is_empty = end <= first
-            first, end = (
-                select(is_empty, other_first, select(other_end > other_first, cutlass.min(first, other_first), first)),
-                select(is_empty, other_end, select(other_end > other_first, cutlass.max(end, other_end), end)),
-            )
+        first, end = Int32(0), Int32(0)
+        for warp in cutlass.range_constexpr(self.warps):
+            words = self._words(number, warp)
+            its_first, its_end = Int32(words[0]), Int32(words[1])
+            if its_end > its_first:
+                first = select(end > first, cutlass.min(first, its_first), its_first)
+                end = cutlass.max(end, its_end)
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(end)
 
-    def _slot(self, number, warp):
-        return self.slots + (number % 2 * self.warps + warp) * 8
-
-    @cute.jit
-    def _own_bounds(self, work: WorkTile, first: Int32, end: Int32):
-        rows = OwnRows(work, self.warps, self.warp, self.lane)
-        found = Boolean(False)
-        while (end > first) & ~found:
-            dead = rows.dead_tiles(first, end, from_last=True)
-            found = dead < rows.at_once
-            end = cutlass.max(end - dead, first)
-        found = Boolean(False)
-        while (end > first) & ~found:
-            dead = rows.dead_tiles(first, end, from_last=False)
-            found = dead < rows.at_once
-            first = cutlass.min(first + dead, end)
-        return first, end
+    def _words(self, number, warp) -> cute.Tensor:
+        return smem_words(self.slots + (number % 2 * self.warps + warp) * LIVE_TILES_BYTES, 2)
 
 
 class OwnRows(TraceConstant):
     """The rows of the mask that one warp reads for a work tile; those that several heads share once.
 
     Attributes:
-        at_once: tiles that the warp looks at together: a lane each where there is one row, else all lanes one.
+        is_one: whether the mask has one row for all.
     """
 
     def __init__(self, work: WorkTile, warps: int, warp, lane):
-        self.work, self.lane, self.traits = work, lane, work.traits
-        rank = self.traits.problem.mask_rank
-        self.at_once = WARP if rank == 2 else 1
+        self.work, self.lane, self.tile_n = work, lane, work.traits.tile.tile_n
+        rank = work.traits.problem.mask_rank
+        self.is_one = rank == 2
         self.step = work.counts.divisors.group_size.divisor
         if rank == 4:
             self.step = Int32(select(work.ops.mMask.shape[1] == 1, self.step, Int32(1)))
         # from the first row of a token on, where rows of a token are alike
-        self.first_row = work.first_row // self.step * self.step
-        count = (work.last_row() - self.first_row) // self.step + 1
+        first_row = work.first_row // self.step * self.step
+        count = (work.last_row() - first_row) // self.step + 1
         share = (count + warps - 1) // warps
-        self.begin, self.count = warp * share, cutlass.max(cutlass.min(share, count - warp * share), 0)
-
-    def dead_tiles(self, first, end, from_last: bool) -> Int32:
-        """How many tiles at one end of ``first .. end``, up to `at_once`, the mask leaves nothing of."""
-        offset = self.lane if self.at_once > 1 else Int32(0)
-        tile = end - 1 - offset if from_last else first + offset
-        if self.at_once > 1:
-            is_live = (tile >= first) & (tile < end) & self._any_of_row(tile)
-            live = cute.arch.vote_ballot_sync(is_live)
-            return Int32(select(live == 0, Int32(WARP), cute.arch.popc((live & -live) - 1)))
-        return Int32(select(cute.arch.vote_any_sync(self._any_of_rows(tile)), Int32(0), Int32(1)))
+        self.first_row = first_row + warp * share * self.step
+        self.count = cutlass.max(cutlass.min(share, count - warp * share), 0)
+        if self.is_one:
+            self.first_row, self.count = work.first_row, Int32(1)
 
     @cute.jit
-    def _any_of_row(self, tile: Int32):
-        """Of the one row, by one lane."""
-        found, row = Uint32(0), MaskRow(self.work, self.work.first_row)
-        col, chunks = tile * self.traits.tile.tile_n, self.traits.tile.tile_n // CHUNK
-        for chunk in cutlass.range(chunks, unroll=UNROLL):
-            found = found | any_of_chunk(row, col + chunk * CHUNK)
-        return found != 0
+    def live_tiles(self, first: Int32, end: Int32):
+        """(first, end) of the tiles between `first` and `end` that the mask leaves anything of."""
+        begin, stop = first * self.tile_n, end * self.tile_n
+        col, live = stop, Uint32(0)
+        while (col > begin) & (live == 0):
+            col = col - COLS
+            live = self._live(col, begin)
+        live_begin, live_stop = stop, stop
+        if live != 0:
+            live_stop = col + highest(live) * CHUNK + CHUNK
+            while col > begin:
+                # from the other end
+                col = begin
+                live = self._live(col, begin)
+                while (live == 0) & (col < stop):
+                    col = col + COLS
+                    live = self._live(col, begin)
+                begin = col
+            live_begin = col + lowest(live) * CHUNK
+        return live_begin // self.tile_n, (live_stop + (self.tile_n - 1)) // self.tile_n
 
     @cute.jit
-    def _any_of_rows(self, tile: Int32):
-        """Of the warp's rows, by all lanes."""
-        found, chunks = Uint32(0), self.traits.tile.tile_n // CHUNK
-        col = tile * self.traits.tile.tile_n
-        for i in cutlass.range(self.lane, self.count * chunks, WARP, unroll=UNROLL):
-            row = MaskRow(self.work, self.first_row + (self.begin + i // chunks) * self.step)
-            found = found | any_of_chunk(row, col + i % chunks * CHUNK)
-        return found != 0
+    def _live(self, col: Int32, begin: Int32):
+        """Which of the chunks from `col` on, but for those before `begin`, the mask leaves anything of: a bit each. It
+        may name one of which only what is after the last column is left."""
+        own, found = col + self.lane * CHUNK, Uint32(0)
+        for i in cutlass.range(self.count, unroll=UNROLL):
+            row = MaskRow(self.work, self.first_row + i * self.step)
+            words, bits = row.load(own, select(own >= begin, row.num_cols, Int32(NO_COLS)))
+            found = found | bits
+            for w in cutlass.range_constexpr(WORDS):
+                found = found | words[w]
+        return Uint32(cute.arch.vote_ballot_sync(found != 0))
+
+    @cute.jit
+    def full_tiles(self, first: Int32, end: Int32):
+        """(first, end) of the first run of tiles between `first` and `end` of which the one row keeps all."""
+        row, stop = MaskRow(self.work, self.first_row), end * self.tile_n
+        col, full_begin, full_stop = first * self.tile_n, stop, stop
+        is_done = Boolean(False)
+        while (col < stop) & ~is_done:
+            full = self._full(row, col)
+            if (full_begin == stop) & (full != 0):
+                full_begin = col + lowest(full) * CHUNK
+            # the lanes from the beginning of the run on
+            after = ~full & ~((Uint32(1) << Uint32(cutlass.min(cutlass.max(full_begin - col, 0) // CHUNK, 31))) - 1)
+            if (full_begin < col + COLS) & (after != 0):
+                full_stop = col + lowest(after) * CHUNK
+                is_done = Boolean(True)
+            col = col + COLS
+        return (full_begin + (self.tile_n - 1)) // self.tile_n, full_stop // self.tile_n
+
+    @cute.jit
+    def _full(self, row: MaskRow, col: Int32):
+        """Which of the chunks from `col` on the row keeps all of: a bit each."""
+        own, all_bytes = col + self.lane * CHUNK, Uint32(ALL_BYTES)
+        words, _ = row.load(own, row.num_cols)
+        for w in cutlass.range_constexpr(WORDS):
+            all_bytes = all_bytes & nonzero_bytes(words[w])
+        is_full = (all_bytes == Uint32(ALL_BYTES)) & (own + CHUNK <= row.num_cols)
+        return Uint32(cute.arch.vote_ballot_sync(is_full))
 
 
-@cute.jit
-def any_of_chunk(row: MaskRow, col: Int32):
-    """Not 0 if a chunk of a row keeps anything; it may be so if only what is after the last column would."""
-    words, found = row.load(col, row.num_cols)
-    for i in cutlass.range_constexpr(WORDS):
-        found = found | words[i]
-    return found
+def lowest(bits) -> Int32:
+    """The number of the lowest bit that is set."""
+    return Int32(cute.arch.popc((bits & (~bits + 1)) - 1))
+
+
+def highest(bits) -> Int32:
+    """The number of the highest bit that is set."""
+    return Int32(31) - Int32(cute.arch.clz(bits))

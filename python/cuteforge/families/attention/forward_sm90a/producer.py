@@ -105,7 +105,7 @@ class ProducerWarp(TraceConstant):
             work = self.schedule.look_up(position)
             first, end = work.key_tiles()
             if cutlass.const_expr(self.traits.finds_live_tiles):
-                work = work.of_tiles(first, end)
+                work = work.of_tiles((first, end, Int32(0), Int32(0)))
             if cutlass.const_expr(query_copier is not None):
                 query_stage, query_phase = self._copy_queries_of(
                     work, end - first, query_copier, query_stage, query_phase
@@ -170,7 +170,7 @@ class ProducerWarp(TraceConstant):
         while self.schedule.has(position):
             work = self.schedule.look_up(position)
             if cutlass.const_expr(self.traits.finds_live_tiles):
-                work = work.of_tiles(*live_tiles.bounds(work, position.number))
+                work = work.of_tiles(live_tiles.find(work, position.number))
             first, end = work.key_tiles()
             stage, phase = self._copy_queries_of(work, end - first, copier, stage, phase)
             position = self.schedule.after(position)

@@ -8,9 +8,7 @@ from cuteforge.device.copy import smem_words
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.config import FIELDS_AHEAD, FIELDS_BYTES
 from cuteforge.families.attention.work.counts import Counts
-from cuteforge.families.attention.work.tile import TileFields, WorkTile
-
-FIELDS = 7  # all but the live tiles, which the warps that copy queries find for all others
+from cuteforge.families.attention.work.tile import REQUEST_FIELDS, TileFields, WorkTile
 
 
 class Position(NamedTuple):
@@ -70,11 +68,11 @@ class Schedule(TraceConstant):
             mine = index + self.lane // 2 * (step + step_after) + self.lane % 2 * step
             if self.lane < FIELDS_AHEAD and mine < self.counts.work_tiles:
                 words = self._words(self.lane)
-                for i, value in enumerate(WorkTile.at(self.counts, mine).fields()[:FIELDS]):
+                for i, value in enumerate(WorkTile.at(self.counts, mine).fields()[:REQUEST_FIELDS]):
                     words[i] = Uint32(value)
             cute.arch.sync_warp()
         words = self._words(index_ahead)
-        return TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(FIELDS)))
+        return TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(REQUEST_FIELDS)))
 
     def _words(self, index_ahead):
         return smem_words(self.ahead + index_ahead * FIELDS_BYTES, FIELDS_BYTES // 4)

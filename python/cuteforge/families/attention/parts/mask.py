@@ -17,7 +17,6 @@ from cuteforge.families.attention.work.tile import WorkTile
 CHUNK = 16  # columns that a lane loads at once
 LANES = 4  # that share a row
 WORDS = CHUNK // 4  # of a chunk
-SLOW = 1
 QUAD_LANES = 0x1C03  # of a shuffle: within groups of four
 HIGH_BITS, LOW_BITS = 0x80808080, 0x7F7F7F7F  # of the bytes of a word
 EVERY_OTHER = 0x5555  # bits of a half word
@@ -52,18 +51,29 @@ class ScoreMask(TraceConstant):
         so that it is on its way while scores are computed."""
         if self.traits.problem.mask_rank == 0:
             return None
-        first, chunks = tile * self.traits.tile.tile_n, self.traits.tile.tile_n // CHUNK
-        rows = [[self.rows[0][0]]] if self.has_one_row else self.rows
+        if self.has_one_row and self.traits.finds_live_tiles:
+            return [[RowBits(self._bits_of_the_row(tile))]]
         keeps_bytes = self.traits.keeps_mask_bytes
+        rows = [[self.rows[0][0]]] if self.has_one_row else self.rows
         if not (keeps_bytes and self.traits.mask_is_ahead):
             rows = [[found_anew(row) for row in halves] for halves in rows]
-        found = [
-            [MaskRow(self.work, row).look_up(first, chunks, self.lane, keeps_bytes) for row in halves]
-            for halves in rows
-        ]
+        found = [[self._row_chunks(row, tile, keeps_bytes) for row in halves] for halves in rows]
         if keeps_bytes:
             return found
         return [[RowChunks([], row.packed(), row.sources, self.lane) for row in halves] for halves in found]
+
+    def _row_chunks(self, row, tile, prefetches: bool) -> "RowChunks":
+        first, chunks = tile * self.traits.tile.tile_n, self.traits.tile.tile_n // CHUNK
+        return MaskRow(self.work, row).look_up(first, chunks, self.lane, prefetches)
+
+    @cute.jit
+    def _bits_of_the_row(self, tile: Int32):
+        """Of the one row of a mask of rank 2: it is read only where somebody found that it leaves anything out."""
+        bits = Uint32(self._all_bits())
+        first, end = self.work.full_tiles
+        if tile < first or tile >= end:
+            bits = self._row_chunks(self.rows[0][0], tile, False).bits()
+        return bits
 
     @cute.jit
     def apply(self, rS: cute.Tensor, tile: Int32, found: list | None):
@@ -87,11 +97,14 @@ class ScoreMask(TraceConstant):
 
     def _keeps_less(self, kept: list):
         """Whether the mask leaves out any score of the warp's tile."""
-        all_bits = sum(1 << kept_bit(n, e) for n in range(self.traits.tile.tile_n // 8) for e in range(2))
         less = Boolean(False)
         for bits in (bits for halves in kept for bits in halves):
-            less = less | (bits != Uint32(all_bits))
+            less = less | (bits != Uint32(self._all_bits()))
         return cute.arch.vote_any_sync(less)
+
+    def _all_bits(self) -> int:
+        """What `kept_bit` numbers, of a tile that is kept as a whole."""
+        return sum(1 << kept_bit(n, e) for n in range(self.traits.tile.tile_n // 8) for e in range(2))
 
     @cute.jit
     def _set_unkept(self, rS: cute.Tensor, kept: list):
@@ -141,6 +154,7 @@ class MaskRow(TraceConstant):
     Attributes:
         address: of its first byte.
         num_cols: its columns, 0 if the mask lacks it.
+        end: of the memory of the whole mask.
     """
 
     def __init__(self, work: WorkTile, row):
@@ -148,6 +162,7 @@ class MaskRow(TraceConstant):
         token, head = work.token_and_head(row)
         index = {2: (work.batch,), 3: (work.batch, token), 4: (work.batch, head, token)}[len(mMask.shape)]
         address, exists = mMask.iterator.toint(), Boolean(row < work.num_rows)
+        self.end = address + work.counts.divisors.mask_bytes
         for i, extent, stride in zip(index, mMask.shape, mMask.stride):
             address = address + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
             exists = exists & ((extent == 1) | (i < extent))
@@ -179,38 +194,59 @@ class MaskRow(TraceConstant):
     def load(self, col: Int32, num_cols: Int32):
         """The four words of a chunk of columns; what there is past the last column is not defined.
 
-        Of the last bytes of a row, after which the memory of the mask may end, the bits come instead, as those of the
-        first turn in `RowChunks.packed`, and words of zeros.
+        Of the last bytes of the mask, after which its memory may end, the bits come instead, as those of the first turn
+        in `RowChunks.packed`, and words of zeros.
         """
         words, bits = cute.make_rmem_tensor(WORDS, Uint32), Uint32(0)
         words.fill(0)
         if col < num_cols:
             address = self.address + Int64(col)
-            if (address % 16 == 0) & (col + CHUNK <= num_cols):
+            start = address & Int64(-CHUNK)
+            if (start == address) & (address + CHUNK <= self.end):
                 found = gmem_run(Uint32, address, WORDS).load()
                 for i in cutlass.range_constexpr(WORDS):
                     words[i] = found[i]
-            elif col + (CHUNK + 4) <= num_cols:
-                self._load_unaligned(address, words)
+            elif start + 2 * CHUNK <= self.end:
+                shifted = shifted_words(start, Int32(address - start))
+                for i in cutlass.range_constexpr(WORDS):
+                    words[i] = shifted[i]
             else:
-                for i in cutlass.range(cutlass.min(num_cols - col, CHUNK), unroll=SLOW):
+                for i in cutlass.range(cutlass.min(num_cols - col, CHUNK), unroll=1):
                     if gmem_run(cutlass.Uint8, address + Int64(i), 1)[0] != 0:
                         bits = bits | (Uint32(1) << Uint32(i % 4 * 8 + i // 4))
         return words, bits
 
-    def _load_unaligned(self, address, words: cute.Tensor) -> None:
-        """From five aligned words, the first of which may begin before the chunk."""
-        shift = Uint32(Int32(address % 4) * 8)
-        start = address - address % 4
-        found = [gmem_run(Uint32, start + Int64(4 * i), 1)[0] for i in range(WORDS + 1)]
-        for i in range(WORDS):
-            words[i] = funnel_right(found[i], found[i + 1], shift)
+
+def shifted_words(start, distance) -> list:
+    """The words of a chunk that begins `distance` bytes, less than a chunk, after an aligned address."""
+    both = [gmem_run(Uint32, start + Int64(i * CHUNK), WORDS).load() for i in range(2)]
+    words = [half[i] for half in both for i in range(WORDS)]
+    for step in (2, 1):
+        is_further = (distance & (4 * step)) != 0
+        words = [select(is_further, words[i + step], words[i]) for i in range(len(words) - step)]
+    shift = Uint32(distance % 4 * 8)
+    return [funnel_right(words[i], words[i + 1], shift) for i in range(WORDS)]
+
+
+def nonzero_bytes(word) -> Uint32:
+    """The highest bit of each byte that is not 0."""
+    return (((word & Uint32(LOW_BITS)) + Uint32(LOW_BITS)) | word) & Uint32(HIGH_BITS)
 
 
 def funnel_right(low, high, shift) -> Uint32:
     """The lower word of 64 bits shifted right by up to 31."""
     instruction = "shf.r.clamp.b32 {$w0}, {$r0}, {$r1}, {$r2};"
     return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[low, high, shift])
+
+
+class RowBits(TraceConstant):
+    """The bits of a row, where they are known already; as `RowChunks.bits`."""
+
+    def __init__(self, bits):
+        self._bits = bits
+
+    def bits(self) -> Uint32:
+        return self._bits
 
 
 class RowChunks(TraceConstant):
@@ -230,8 +266,7 @@ class RowChunks(TraceConstant):
         packed = self.known_bits
         for turn, words in enumerate(self.words):
             for i, word in enumerate(words):
-                high_bits = (((word & Uint32(LOW_BITS)) + Uint32(LOW_BITS)) | word) & Uint32(HIGH_BITS)
-                packed = packed | (high_bits >> (7 - (WORDS * turn + i)))
+                packed = packed | (nonzero_bytes(word) >> (7 - (WORDS * turn + i)))
         return packed
 
     def bits(self) -> Uint32:

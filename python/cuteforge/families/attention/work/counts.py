@@ -40,6 +40,7 @@ class Divisors(NamedTuple):
         together: pairs of a request and a KV head in a set; see `Counts`.
         set: work tiles of a set.
         page: tokens of a page; None where they are not a number of the launch.
+        mask_bytes: from the first byte of a mask to the end of its last; no divisor. None without a mask.
     """
 
     group_size: Any
@@ -48,6 +49,7 @@ class Divisors(NamedTuple):
     together: Any
     set: Any
     page: Any
+    mask_bytes: Any
 
 
 class Counts(TraceConstant):
@@ -110,7 +112,15 @@ class Counts(TraceConstant):
         """What kernels divide by, prepared by the host."""
         page = fast_divisor(self.ops.mK.shape[1]) if self.traits.problem.has_page_size else None
         sizes = self.group_size, self.kv_heads, self.row_tiles, self.together, self.together * self.row_tiles
-        return Divisors(*map(fast_divisor, sizes), page)
+        return Divisors(*map(fast_divisor, sizes), page, self._mask_bytes())
+
+    def _mask_bytes(self):
+        if self.traits.problem.mask_rank == 0:
+            return None
+        size = Int64(1)
+        for extent, stride in zip(self.ops.mMask.shape, self.ops.mMask.stride):
+            size = size + Int64(cutlass.max(extent - 1, 0)) * Int64(stride)
+        return size
 
     def most_keys(self):
         """Keys that a request can have, by shape."""

@@ -227,13 +227,6 @@ class Shares(TraceConstant):
         return split
 
     @cute.jit
-    def request_of(self, split: Int32):
-        """The request of a piece of a row tile, for which no length has to be looked up."""
-        number, _ = divmod(split, self.plan.pieces_divisor)
-        batch, _ = divmod(number, self.counts.divisors.row_tiles)
-        return batch
-
-    @cute.jit
     def start_of_share(self, split: Int32):
         """Where the share of a split starts, and how long it is."""
         batch, row_tile, granule, length, part = Int32(0), Int32(0), Int32(0), Int32(0), Int32(WHOLE)

@@ -12,6 +12,8 @@ from cuteforge.families.attention.keys.source import PagedKV, StridedKV
 from cuteforge.families.attention.work.counts import Counts
 from cuteforge.families.attention.work.traits import WorkTraits
 
+REQUEST_FIELDS = 7  # of `TileFields`, all but those that follow from a mask
+
 
 class TileFields(NamedTuple):
     """What a work tile is made of, as numbers that one warp can hand to another.
@@ -21,7 +23,8 @@ class TileFields(NamedTuple):
         row_tile: tile of the request's packed rows.
         first_token, q_len: of the request in packed queries.
         first_key, k_len: of the request in packed keys, and its number of keys.
-        first_tile, end_tile: of the tiles of keys that a mask leaves anything of; None where nobody looked for them.
+        first_live, end_live: of the tiles of keys that a mask leaves anything of; None where nobody looked for them.
+        first_full, end_full: of tiles between them that a mask of rank 2 leaves whole, not always all.
     """
 
     batch: Any
@@ -31,13 +34,15 @@ class TileFields(NamedTuple):
     q_len: Any
     first_key: Any
     k_len: Any
-    first_tile: Any = None
-    end_tile: Any = None
+    first_live: Any = None
+    end_live: Any = None
+    first_full: Any = None
+    end_full: Any = None
 
     @classmethod
     def count(cls, traits: WorkTraits) -> int:
         """How many of them are handed over."""
-        return len(cls._fields) - (0 if traits.finds_live_tiles else 2)
+        return len(cls._fields) if traits.finds_live_tiles else REQUEST_FIELDS
 
 
 class WorkTile(TraceConstant):
@@ -47,7 +52,7 @@ class WorkTile(TraceConstant):
     Args:
         batch, head, row_tile, first_token, q_len: as in `TileFields`.
         keys: what `Counts.keys_of` gives for the request, where that is known.
-        tiles: what `key_tiles` gives, where that is known.
+        tiles: the first and the end of live tiles and of full ones, as in `TileFields`, where they are known.
 
     Attributes:
         first_row, num_rows: where the tile starts among the request's packed rows, and how many rows there are in all.
@@ -65,7 +70,7 @@ class WorkTile(TraceConstant):
         # loaded, so the compiler cannot know that all lanes have one value: as such it takes no register of each
         self.first_key, self.k_len = keys or [cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch)]
         self.band = counts.band(self.q_len, self.k_len)
-        self.tiles = tiles
+        self.live_tiles, self.full_tiles = (tiles[:2], tiles[2:]) if tiles else (None, None)
 
     @classmethod
     def at(cls, counts: Counts, index, lane=None):
@@ -97,17 +102,17 @@ class WorkTile(TraceConstant):
 
     def fields(self) -> TileFields:
         request = self.batch, self.head, self.row_tile, self.first_token, self.q_len, self.first_key, self.k_len
-        return TileFields(*request, *(self.tiles or ()))
+        return TileFields(*request, *(self.live_tiles or ()), *(self.full_tiles or ()))
 
     @classmethod
     def of_fields(cls, counts: Counts, fields: TileFields):
-        *others, first_key, k_len, first_tile, end_tile = fields
-        tiles = None if first_tile is None else (first_tile, end_tile)
+        *others, first_key, k_len = fields[:REQUEST_FIELDS]
+        tiles = None if fields.first_live is None else fields[REQUEST_FIELDS:]
         return cls(counts, *others, keys=(first_key, k_len), tiles=tiles)
 
-    def of_tiles(self, first, end):
-        """The same work tile, of whose tiles of keys only some count."""
-        return self.of_fields(self.counts, self.fields()._replace(first_tile=first, end_tile=end))
+    def of_tiles(self, tiles: tuple):
+        """The same work tile, of which it is known what a mask leaves: `tiles` as in `TileFields`."""
+        return self.of_fields(self.counts, TileFields(*self.fields()[:REQUEST_FIELDS], *tiles))
 
     @cute.jit
     def table_row(self):
@@ -136,7 +141,7 @@ class WorkTile(TraceConstant):
 
     def key_tiles(self):
         """(first, end) of the tiles of keys that the rows of the tile see."""
-        return self.tiles or self._tiles_in_band()
+        return self.live_tiles or self._tiles_in_band()
 
     @cute.jit
     def _tiles_in_band(self):

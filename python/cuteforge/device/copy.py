@@ -21,16 +21,21 @@ def row_address(m: cute.Tensor, index: tuple):
     return m.iterator.toint() + offset * (m.element_type.width // 8)
 
 
+def prefetch(address) -> None:
+    """Bring what is at a byte address of global memory to L1."""
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
+
+
 def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:
     """fp32 in shared memory at a byte address aligned to `count` of them: `size` of them, or `count`."""
     pointer = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.smem, assumed_align=4 * count)
     return cute.make_tensor(pointer, cute.make_layout(size or count))
 
 
-def smem_words(address, count: int) -> cute.Tensor:
-    """32-bit words in shared memory at a byte address aligned to all of them."""
+def smem_words(address, count: int, size: int | None = None) -> cute.Tensor:
+    """32-bit words in shared memory at a byte address aligned to `count` of them: `size` of them, or `count`."""
     pointer = cute.make_ptr(cutlass.Uint32, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer, cute.make_layout(count))
+    return cute.make_tensor(pointer, cute.make_layout(size or count))
 
 
 def l2_policy(priority: str):

@@ -414,8 +414,8 @@ def lse_slack(x: Inputs, b: int) -> float:
 
 
 def cap_slack(softcap: float | None) -> float:
-    """What an error of ``2**-21`` in the tangent makes of a capped score."""
-    return (softcap or 0.0) * 2.0**-21
+    """What an error of ``2**-20`` in the tangent makes of a capped score."""
+    return (softcap or 0.0) * 2.0**-20
 
 
 def score_slack(q: torch.Tensor, k: torch.Tensor, scale: float) -> float:

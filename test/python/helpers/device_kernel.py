@@ -27,7 +27,7 @@ FUNCTIONS = {
     "exp_accurate": lambda a, b: math.exp_accurate(a),
     "exp_fast": lambda a, b: math.exp_fast(a),
     "exp2_fast": lambda a, b: math.exp2_fast(a),
-    "tanh_scaled": lambda a, b: math.tanh_scaled(a, 2 * math.LOG2_E),
+    "tanh_scaled": lambda a, b: math.tanh_scaled((b, -a, a, b * 0.5), 2 * math.LOG2_E)[2],
     "sum_rn": lambda a, b: math.sum_rn((a, b, a)),
     "dot": lambda a, b: math.dot((a, b), (b, b)),
     "max_of": lambda a, b: math.max_of((a, b)),

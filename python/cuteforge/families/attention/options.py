@@ -12,7 +12,7 @@ from cuteforge.errors import ContractError
 Window = tuple[int | None, int | None]
 UNLIMITED: Window = (None, None)
 _MOST_KEYS = 2**31 - 1  # no request has more: a longer window limits nothing
-# An fp32 kernel knows tanh to 2**-22: at a cap of 1e4 a score is off by 1e-3, at 1e6 by 0.1. Models cap at 20 to 50.
+# An fp32 kernel knows tanh to 2**-20: at a cap of 1e4 a score is off by 0.01, at 1e6 by 1. Models cap at 20 to 50.
 _CAPS = 1e-6, 1e4
 
 

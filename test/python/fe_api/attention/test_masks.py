@@ -100,6 +100,7 @@ def test_all_kept_equals_no_mask(shape, kind, device):
     x = draw(kind, device)
     got = attn.run(kind, x.with_(mask=random_mask(shape, kind, device, keep=2)))
     attn.check(got, x)
+    assert attn.same(got, attn.run(kind, x))
 
 
 @kinds

@@ -237,3 +237,24 @@ def test_a_call_with_other_extents_compiles_nothing(device):
         x = paged.draw(MAIN, Batch((7 * i, 1, i) * (1 + i % 5), page_size, kv_heads=1 + i % 3), device, seed=i)
         paged.check(paged.call_wrapper(x), x)
     assert compiles() == before
+
+
+# So many requests that CTAs take shares of all keys, in tables with room for far longer ones: shares of
+# whole requests where these are alike, one each or several, and equally long shares elsewhere.
+ALIKE = {
+    "equal": [420] * 250,
+    "nearly_equal": [400 + i % 30 for i in range(250)],
+    "several_each": [300] * 700,
+    "several_each_and_a_rest": [300] * 529,
+    "one_longer": [420] * 249 + [900],
+    "one_without_keys": [420] * 249 + [0],
+    "none_has_keys": [0] * 250,
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("queries", [0, 5])
+def test_many_requests_of_like_lengths(queries, case, device):
+    batch = Batch(tuple(ALIKE[case]), 16, queries, spare_columns=300, kv_heads=1)
+    x = paged.draw(CAUSAL if queries else MAIN, batch, device)
+    paged.check(paged.run(x), x)

@@ -112,6 +112,10 @@ class Traits(WorkTraits):
         return self.tile.key_warps > 1
 
     @property
+    def mask_is_ahead(self) -> bool:
+        return self.problem.widest <= 192
+
+    @property
     def lookups_ahead(self) -> int:
         """Tiles between the look-up of a page and the copies that need it: two where registers hold that many (H200,
         128 requests of 1024 keys in pages of one token: 163 us, 168 with one, 161 with three, which gained nothing

@@ -14,20 +14,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cuteforge.device.copy import ReadOnce
+from cuteforge.device.copy import ReadOnce, prefetch, row_address
 from cuteforge.device.math import select
 from cuteforge.device.mma_sm80 import OperandLanes, ldmatrix_x4, left_operand, mma_16x8x16, ones_operand
 from cuteforge.device.traced import TraceConstant, named_kernel
 from cuteforge.families.attention.forward.config import SMEM_ALIGNMENT, Barrier, Traits
 from cuteforge.families.attention.forward.entry import Entry, build_entry
 from cuteforge.families.attention.keys.ring import TokenRing
-from cuteforge.families.attention.parts.bias import ScoreBias
 from cuteforge.families.attention.parts.cluster import ClusterPart, InCluster
 from cuteforge.families.attention.parts.combine import Combine
-from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.queries import load_queries
 from cuteforge.families.attention.parts.result import KeyWarpJoin, Results
-from cuteforge.families.attention.parts.scores import ScoreCap, weighing_factor
+from cuteforge.families.attention.parts.scores import weighing_factor
+from cuteforge.families.attention.parts.scoring import LookedUp, Scoring
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.limits import Limits
@@ -38,6 +37,7 @@ from cuteforge.families.attention.work.traits import ROW_BLOCK
 from cuteforge.runtime.arch import WARP
 from cuteforge.runtime.build import Build
 
+PAGES_OF_SECTOR = 8  # page numbers in 32 bytes, what L1 fetches
 ALL_GRANULES = 1 << 24
 
 
@@ -78,18 +78,13 @@ class WarpRows(TraceConstant):
 
 
 class Weighing(TraceConstant):
-    """From the scores of a tile of keys to weights: cap, bias, mask and softmax."""
+    """From the scores of a tile of keys to weights."""
 
     def __init__(self, work: WorkTile, rows: WarpRows, softmax: OnlineSoftmax, scale, lane):
-        self.mask, self.cap = ScoreMask(work, rows.of_lane, lane), ScoreCap(scale, work.ops.softcap)
-        self.bias = ScoreBias(work, rows.of_lane, scale, lane, work.traits.bias_is_ahead)
-        self.softmax, self.rows = softmax, rows
+        self.scoring, self.softmax, self.rows = Scoring(work, rows.of_lane, scale, lane), softmax, rows
 
-    def apply(self, rS, tile, bias: list | None) -> None:
-        """`bias` is what was looked up for the tile."""
-        self.cap.apply(rS)
-        self.bias.add(rS, tile, bias)
-        self.mask.apply(rS, tile, self.mask.look_up(tile))
+    def apply(self, rS, tile, found: LookedUp) -> None:
+        self.scoring.apply(rS, tile, found)
         self.softmax.update(rS, self.rows.rO, self.rows.rWeight)
 
 
@@ -145,6 +140,8 @@ class Attention(Entry):
         rank = bidx & ((Int32(1) << log_cluster) - 1)
         number, head = divmod(bidx >> log_cluster, counts.divisors.heads)
         split = (number << log_cluster) + rank
+        if cutlass.const_expr(traits.problem.is_paged and not traits.problem.takes("page_table_rows")):
+            self._fetch_pages(counts, shares, split, tidx)
         batch, row_tile, granule, remaining, part = shares.start_of_share(split)
         if cutlass.const_expr(traits.cluster > 0):
             if log_cluster > 0:
@@ -176,6 +173,18 @@ class Attention(Entry):
                 batch, row_tile = divmod(number, counts.divisors.row_tiles)
                 work = WorkTile(counts, batch, head, row_tile)
                 self._in_cluster(log_cluster, work, sAddress, rank).part.join(tidx)
+
+    @cute.jit
+    def _fetch_pages(self, counts: Counts, shares: Shares, split: Int32, tidx: Int32):
+        """Page numbers of a piece of a row tile come to L1 while the length of the request is looked up. If it has all
+        keys that its row has room for, they are the piece's first; else what is read may be of no use."""
+        if shares.pieces > 0 and tidx < WARP:
+            mTable = counts.ops.mPageTable
+            num_pages, row = mTable.shape[1], shares.request_of(split)
+            piece = split - split // shares.plan.pieces_divisor * shares.pieces
+            page = piece * (num_pages // shares.pieces) + tidx * PAGES_OF_SECTOR
+            if row < mTable.shape[0] and page < num_pages:
+                prefetch(row_address(mTable, (row, page)))
 
     def _in_cluster(self, log_cluster, work: WorkTile, sAddress, rank) -> InCluster | None:
         """As `Results` takes it."""
@@ -285,9 +294,9 @@ class Attention(Entry):
         (k_rows, v_rows), (k_offset, v_offset) = shape.rows, shape.offsets
         address = ring.base + stage * shape.stage_bytes
         rS = cute.make_rmem_tensor((self.traits.tile.m_blocks, shape.tile_rows // 8, 4), Float32)
-        bias = weighing.bias.look_up(tile)
+        found = weighing.scoring.look_up(tile)
         self._multiply_keys(address + k_offset + OperandLanes(lane, k_rows).rows_as_columns, queries, rS)
-        weighing.apply(rS, tile, bias)
+        weighing.apply(rS, tile, found)
         self._multiply_values(address + v_offset + OperandLanes(lane, v_rows).rows_summed, rS, rows.rO, rows.rWeight)
 
     def _multiply_keys(self, address, queries, rS) -> None:

@@ -7,7 +7,6 @@ from cuteforge.device.copy import smem_words
 from cuteforge.device.stages_sm90 import BARRIERS, Stages
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.forward_sm90a.config import (
-    FIELDS_BYTES,
     PRODUCER_WARPS,
     SMEM_ALIGNMENT,
     TOKEN_WARPS,
@@ -27,7 +26,7 @@ class Buffers(TraceConstant):
         self.traits = traits
         smem = cutlass.memory.SmemAllocator()
         address = smem.allocate(traits.buffer_bytes, byte_alignment=SMEM_ALIGNMENT).toint()
-        self.fields = smem.allocate(traits.query_stages * FIELDS_BYTES + traits.ahead_bytes, byte_alignment=16).toint()
+        self.fields = smem.allocate(traits.fields_bytes, byte_alignment=16).toint()
         barriers = smem.allocate_tensor(Int64, cute.make_layout(traits.num_barriers)).iterator
         rings = []
         for size, num_stages in traits.rings:
@@ -39,8 +38,13 @@ class Buffers(TraceConstant):
     def ahead(self, warp):
         """Where a producer warp keeps the fields of the next work tiles; None where it need not."""
         traits = self.traits
-        first = self.fields + traits.query_stages * FIELDS_BYTES
+        first = self.fields + traits.query_stages * traits.work_bytes
         return first + warp * (traits.ahead_bytes // PRODUCER_WARPS) if traits.ahead_bytes else None
+
+    @property
+    def slots(self):
+        """Where the warps that look for live tiles tell each other."""
+        return self.fields + (self.traits.fields_bytes - self.traits.slots_bytes)
 
     @cute.jit
     def init(self, by_tma):
@@ -59,15 +63,20 @@ class Buffers(TraceConstant):
 
     def publish_work(self, stage, work: WorkTile | None) -> None:
         """By one thread: write what the work tile is, or that there is none, before its queries count as there."""
-        fields = (Int32(NO_WORK),) if work is None else work.fields()
-        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
+        fields = (Int32(NO_WORK),) if work is None else work.fields()[: TileFields.count(self.traits)]
+        words = self._work_words(stage)
         for i, value in enumerate(fields):
             words[i] = Uint32(value)
         cute.arch.mbarrier_arrive(self.queries.full_barrier(stage))
 
     def read_work(self, stage) -> TileFields:
         """The fields of a work tile, for all lanes of a warp."""
-        words = smem_words(self.fields + stage * FIELDS_BYTES, FIELDS_BYTES // 4)
-        fields = TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))))
+        words = self._work_words(stage)
+        count = TileFields.count(self.traits)
+        fields = TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(count)))
         cute.arch.sync_warp()  # every lane has read them before lane 0 releases the stage
         return fields
+
+    def _work_words(self, stage):
+        size = self.traits.work_bytes
+        return smem_words(self.fields + stage * size, 4, size // 4)

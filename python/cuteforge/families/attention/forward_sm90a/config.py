@@ -22,7 +22,8 @@ TOKEN_WARPS = 2  # of them, where TMA copies the keys and the values: one each
 PAGE_BOX = 16  # keys, of pages that have a multiple of them; other pages are copied row by row
 SMEM_ALIGNMENT = 1024
 MAX_BUFFER_BYTES = 225 * 1024  # beside barriers
-FIELDS_BYTES = 32  # what the producer warps tell of a work tile
+FIELDS_BYTES = 32  # what the producer warps tell of a work tile, but for a mask
+LIVE_TILES_BYTES = 16  # what they tell of a mask, or each of two warps finds
 FIELDS_AHEAD = 8  # work tiles of packed queries: a lane of a producer warp looks each up
 
 
@@ -36,6 +37,7 @@ class Registers(NamedTuple):
 # Registers a thread by the number of consumer warpgroups: theirs, and the producer warps'. Together at most 64 K.
 REGISTERS = {2: Registers(232, 40), 3: Registers(160, 32)}
 PAGED_REGISTERS = {**REGISTERS, 3: Registers(152, 56)}  # who looks rows up needs more
+PAGED_MASK_REGISTERS = Registers(224, 56)  # of two warpgroups: who looks for live tiles as well, too
 # Of three warpgroups, for a lane's part of a tile.
 TILE_REGISTERS, PAGED_TILE_REGISTERS = 128, 124
 MAX_TILE_KEYS = 128
@@ -55,10 +57,12 @@ class Barrier(IntEnum):
     Attributes:
         CTA: of all its threads.
         PING_PONG: the first of one for each warpgroup, which waits there until it may start products.
+        QUERY_WARPS: of the producer warps that copy queries.
     """
 
     CTA = 0
     PING_PONG = 1
+    QUERY_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,13 @@ class WarpgroupTraits(WorkTraits):
 
     @property
     def registers(self) -> Registers:
+        if self.problem.is_paged and self.finds_live_tiles and self.problem.v_dim <= 128:
+            return PAGED_MASK_REGISTERS
         return (PAGED_REGISTERS if self.problem.is_paged else REGISTERS)[self.tile.warpgroups]
+
+    @property
+    def keeps_mask_bytes(self) -> bool:
+        return self.tile.warpgroups == 2 and self.problem.v_dim <= 192
 
     @property
     def bias_is_ahead(self) -> bool:
@@ -146,14 +156,32 @@ class WarpgroupTraits(WorkTraits):
         return 2 * sum(stages for _, stages in self.rings) + 1
 
     @property
+    def finds_live_tiles(self) -> bool:
+        return self.problem.mask_rank > 0
+
+    @property
+    def work_bytes(self) -> int:
+        """What the producer warps tell of a work tile."""
+        return FIELDS_BYTES + (LIVE_TILES_BYTES if self.finds_live_tiles else 0)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Where the warps that look for live tiles tell each other, for this work tile and the next."""
+        return 2 * LIVE_TILES_BYTES if self.finds_live_tiles else 0
+
+    @property
+    def fields_bytes(self) -> int:
+        """Of the work tiles whose queries are there, of the next ones, and of what is looked for."""
+        return self.query_stages * self.work_bytes + self.ahead_bytes + self.slots_bytes
+
+    @property
     def ahead_bytes(self) -> int:
         """Fields of the next work tiles, by producer warp; nothing where finding them takes no search."""
         return PRODUCER_WARPS * FIELDS_AHEAD * FIELDS_BYTES if self.problem.packs_queries else 0
 
     @property
     def smem_bytes(self) -> int:
-        fields = self.query_stages * FIELDS_BYTES + self.ahead_bytes
-        return self.buffer_bytes + fields + 8 * self.num_barriers + SMEM_ALIGNMENT
+        return self.buffer_bytes + self.fields_bytes + 8 * self.num_barriers + SMEM_ALIGNMENT
 
 
 def few_rows(requests: int, kv_heads: int, num_sms: int) -> int:
@@ -186,7 +214,7 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
     if problem.widest <= 128:
         # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
         # change the bits of the results, which are those of no mask where the mask keeps all
-        is_full = problem.mask_rank > 0 and (problem.is_paged or problem.widest <= 64)
+        is_full = problem.mask_rank > 2 or (problem.mask_rank and (problem.is_paged or problem.widest <= 64))
         return WarpgroupTile(2 if has_few_rows or is_full else 3, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128
     return WarpgroupTile(2, 80 if is_wide else MAX_TILE_KEYS, num_stages)

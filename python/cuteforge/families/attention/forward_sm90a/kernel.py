@@ -29,10 +29,9 @@ from cuteforge.families.attention.forward_sm90a.products import (
     take_sign,
     values_of,
 )
-from cuteforge.families.attention.parts.bias import ScoreBias
-from cuteforge.families.attention.parts.mask import ScoreMask
 from cuteforge.families.attention.parts.result import Results
-from cuteforge.families.attention.parts.scores import ScoreCap, weighing_factor
+from cuteforge.families.attention.parts.scores import weighing_factor
+from cuteforge.families.attention.parts.scoring import LookedUp, Scoring
 from cuteforge.families.attention.parts.softmax import HALVES, OnlineSoftmax
 from cuteforge.families.attention.work.counts import Counts, Divisors, Operands
 from cuteforge.families.attention.work.limits import Limits
@@ -138,7 +137,7 @@ class ConsumerWarp(TraceConstant):
         first, end = work.key_tiles()
         rS, rP = fragments.rS, fragments.rP
         fragments.rO.fill(0.0)
-        found = weighing.look_up(first)
+        found = weighing.scoring.look_up(first)
         set_registers(rS, wait_groups(0, values_of(rS))[0])
         weighing.weigh(rS, first, found, stage)
         self.products.round_weights(rS, rP)
@@ -167,7 +166,7 @@ class ConsumerWarp(TraceConstant):
         self.products.scores(queries, keys.address(ahead), rS)
         values.consumer_wait(stage, phase)
         self.products.values(rP, values.address(stage), rO, hands_over=True)
-        found = weighing.look_up(i)
+        found = weighing.scoring.look_up(i)
         set_registers(rS, wait_groups(1, values_of(rS))[0])
         rScale, grew = weighing.weigh(rS, i, found, ahead)
         self._wait_for_keys(ahead, ahead_phase, (i + 1 < end) & weighing.softmax.is_added_up())
@@ -221,24 +220,16 @@ class Weighing(TraceConstant):
     def __init__(self, warp: ConsumerWarp, work: WorkTile, rows: list):
         self.warp, self.work, self.rows = warp, work, rows
         self.softmax = OnlineSoftmax(1, weighing_factor(work.ops, warp.scale), True)
-        self.mask, self.cap = ScoreMask(work, rows, warp.lane), ScoreCap(warp.scale, work.ops.softcap)
-        self.bias = ScoreBias(work, rows, warp.scale, warp.lane, work.traits.bias_is_ahead)
-
-    def look_up(self, tile) -> tuple:
-        """What the mask and the bias have for a tile of keys, on its way while scores are computed."""
-        return self.mask.look_up(tile), self.bias.look_up(tile)
+        self.scoring = Scoring(work, rows, warp.scale, warp.lane)
 
     @cute.jit
-    def weigh(self, rS: cute.Tensor, tile: Int32, found: tuple, stage: Int32):
+    def weigh(self, rS: cute.Tensor, tile: Int32, found: LookedUp, stage: Int32):
         """Turn the scores of a tile of keys, which were in a stage, into weights; as `OnlineSoftmax.weigh`.
 
         `found` is what was looked up for the tile."""
-        kept, bias = found
         self.warp.buffers.tokens[KEYS].consumer_release(stage, self.warp.lane)
         take_sign(rS, self.warp.scale)
-        self.cap.apply(rS)
-        self.bias.add(rS, tile, bias)
-        self.mask.apply(rS, tile, kept)
+        self.scoring.apply(rS, tile, found)
         return self.softmax.weigh(rS)
 
     def store(self, rO: cute.Tensor) -> None:

@@ -9,8 +9,9 @@ from cuteforge.device.row_lanes import NOWHERE
 from cuteforge.device.rows_sm90 import RowCopier
 from cuteforge.device.tma_sm90 import TmaRows
 from cuteforge.device.traced import TraceConstant
-from cuteforge.families.attention.forward_sm90a.buffers import KEYS, VALUES, Buffers
+from cuteforge.families.attention.forward_sm90a.buffers import KEYS, NO_WORK, VALUES, Buffers
 from cuteforge.families.attention.forward_sm90a.config import PRODUCER_WARPS, TOKEN_WARPS
+from cuteforge.families.attention.forward_sm90a.live_tiles import LiveTiles
 from cuteforge.families.attention.forward_sm90a.schedule import Schedule
 from cuteforge.families.attention.forward_sm90a.token_tiles import Tail, TileBoxes, TileRows, no_tail
 from cuteforge.families.attention.parts.result import store_nothing
@@ -69,7 +70,10 @@ class ProducerWarp(TraceConstant):
             for which, (tma, row_bytes) in enumerate(zip(self.tma, self.row_bytes)):
                 copies = TmaRows(*tma, self.dtype, self.traits.box_rows, self.tile.tile_n, row_bytes)
                 tiles.append(TileBoxes(self.traits, copies, which, self.buffers.loaded, self.lane))
-            self._copy_tokens(warp == KEYS, tiles, None)
+            if cutlass.const_expr(self.traits.finds_live_tiles):
+                self._copy_live_tokens(warp == KEYS, tiles)
+            else:
+                self._copy_tokens(warp == KEYS, tiles, None)
         else:
             self._copy_queries(
                 RowCopier((self.row_bytes.key,), PRODUCER_WARPS - TOKEN_WARPS, warp - TOKEN_WARPS, self.lane)
@@ -100,6 +104,8 @@ class ProducerWarp(TraceConstant):
         while self.schedule.has(position):
             work = self.schedule.look_up(position)
             first, end = work.key_tiles()
+            if cutlass.const_expr(self.traits.finds_live_tiles):
+                work = work.of_tiles(first, end)
             if cutlass.const_expr(query_copier is not None):
                 query_stage, query_phase = self._copy_queries_of(
                     work, end - first, query_copier, query_stage, query_phase
@@ -113,6 +119,28 @@ class ProducerWarp(TraceConstant):
             tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, cursor.loaded_phase)
         if cutlass.const_expr(query_copier is not None):
             self._publish_end(query_copier, query_stage, query_phase)
+
+    @cute.jit
+    def _copy_live_tokens(self, are_keys, tiles: cutlass.Constexpr):
+        """`_copy_tokens` by TMA, of the tiles that the warps that copy queries have found."""
+        stage, phase, cursor, tail = Int32(0), Int32(0), TokenCursor(*(Int32(0),) * 3), no_tail()
+        fields = self._next_work(stage, phase)
+        while fields.batch != NO_WORK:
+            work = WorkTile.of_fields(self.counts, fields)
+            first, end = work.key_tiles()
+            if are_keys:
+                cursor, tail = self._copy_tiles(work, tiles[KEYS], first, end, cursor, tail)
+            else:
+                cursor, tail = self._copy_tiles(work, tiles[VALUES], first, end, cursor, tail)
+            stage, phase = self.buffers.queries.next(stage, phase)
+            fields = self._next_work(stage, phase)
+        if not are_keys:
+            tiles[VALUES].finish(self.buffers.tokens[VALUES], tail, cursor.loaded_phase)
+
+    def _next_work(self, stage, phase):
+        """The fields of a work tile, once they are there. They stay until its last keys and values have been used."""
+        self.buffers.queries.consumer_wait(stage, phase)
+        return self.buffers.read_work(stage)
 
     @cute.jit
     def _copy_tiles(
@@ -138,8 +166,11 @@ class ProducerWarp(TraceConstant):
         """What the work tiles are, and their queries, beside `_copy_tokens`."""
         stage, phase = Int32(0), Int32(0)
         position = self.schedule.first()
+        live_tiles = LiveTiles(copier.num_warps, copier.warp, self.lane, self.buffers.slots)
         while self.schedule.has(position):
             work = self.schedule.look_up(position)
+            if cutlass.const_expr(self.traits.finds_live_tiles):
+                work = work.of_tiles(*live_tiles.bounds(work, position.number))
             first, end = work.key_tiles()
             stage, phase = self._copy_queries_of(work, end - first, copier, stage, phase)
             position = self.schedule.after(position)

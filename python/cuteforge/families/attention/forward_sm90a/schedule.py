@@ -10,6 +10,8 @@ from cuteforge.families.attention.forward_sm90a.config import FIELDS_AHEAD, FIEL
 from cuteforge.families.attention.work.counts import Counts
 from cuteforge.families.attention.work.tile import TileFields, WorkTile
 
+FIELDS = 7  # all but the live tiles, which the warps that copy queries find for all others
+
 
 class Position(NamedTuple):
     """Where a warp is in the schedule of its CTA.
@@ -68,11 +70,11 @@ class Schedule(TraceConstant):
             mine = index + self.lane // 2 * (step + step_after) + self.lane % 2 * step
             if self.lane < FIELDS_AHEAD and mine < self.counts.work_tiles:
                 words = self._words(self.lane)
-                for i, value in enumerate(WorkTile.at(self.counts, mine).fields()):
+                for i, value in enumerate(WorkTile.at(self.counts, mine).fields()[:FIELDS]):
                     words[i] = Uint32(value)
             cute.arch.sync_warp()
         words = self._words(index_ahead)
-        return TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(len(TileFields._fields))))
+        return TileFields(*(cute.arch.make_warp_uniform(Int32(words[i])) for i in range(FIELDS)))
 
     def _words(self, index_ahead):
         return smem_words(self.ahead + index_ahead * FIELDS_BYTES, FIELDS_BYTES // 4)

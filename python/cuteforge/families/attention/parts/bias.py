@@ -23,17 +23,16 @@ class ScoreBias(TraceConstant):
     Args:
         rows: a lane's packed rows, by block and half.
         scale: of the scores, which have its sign already.
-        is_ahead: whether `look_up` loads what `add` wants, so that it is on its way while scores are computed.
     """
 
-    def __init__(self, work: WorkTile, rows: list, scale, lane, is_ahead: bool):
+    def __init__(self, work: WorkTile, rows: list, scale, lane):
         self.traits, self.work, self.rows = work.traits, work, rows
         self.factor = score_factor(scale, work.ops.softcap)
-        self.first_col, self.is_ahead = lane % 4 * 2, is_ahead
+        self.first_col = lane % 4 * 2
 
     def look_up(self, tile):
         """What is added to a lane's scores of a tile of keys, by block and half; None if it is not loaded ahead."""
-        if not (self.traits.problem.has_bias and self.is_ahead):
+        if not (self.traits.problem.has_bias and self.traits.bias_is_ahead):
             return None
         cols = range(self.traits.tile.tile_n // 8)
         return [[self._pairs(row, tile, cols) for row in halves] for halves in self.rows]

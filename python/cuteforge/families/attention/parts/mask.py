@@ -1,13 +1,26 @@
-"""Which scores count: limits by length, causality and windows, and boolean masks."""
+"""Which scores count: limits by length, causality and windows, and boolean masks.
+
+A lane needs bytes all over a row of a mask: two of every eight columns. So the four lanes of a row load 16 bytes
+each, as wide as loads get, turn bytes into bits, and hand the bits to each other (H200, 4x2048 d128, a mask for each
+request: loads of the two bytes that a lane needs took more of L1's time than the products took).
+"""
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import gmem_run
+from cuteforge.device.copy import gmem_run, prefetch
 from cuteforge.device.math import NEG_INF, select, where
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.parts.softmax import HALVES
 from cuteforge.families.attention.work.tile import WorkTile
+
+CHUNK = 16  # columns that a lane loads at once
+LANES = 4  # that share a row
+WORDS = CHUNK // 4  # of a chunk
+SLOW = 1
+QUAD_LANES = 0x1C03  # of a shuffle: within groups of four
+HIGH_BITS, LOW_BITS = 0x80808080, 0x7F7F7F7F  # of the bytes of a word
+EVERY_OTHER = 0x5555  # bits of a half word
 
 
 class ScoreMask(TraceConstant):
@@ -18,70 +31,116 @@ class ScoreMask(TraceConstant):
     """
 
     def __init__(self, work: WorkTile, rows: list, lane):
-        self.traits, self.work = work.traits, work
+        self.traits, self.work, self.lane = work.traits, work, lane
         self.first_col = lane % 4 * 2
         self.rows = rows
+        # a mask of rank 2 has one row for all
+        self.has_one_row = self.traits.problem.mask_rank == 2
+        num_cols = None if self.traits.problem.mask_rank == 0 else work.ops.mMask.shape[-1]
+        self.num_cols = num_cols
         # Tiles that end at or before this key, and those that start at or after the other, need no limit.
-        self.full_below = work.keys_end(work.first_row)
+        self.full_below = self._end(work.first_row)
         self.full_from = work.keys_begin(work.last_row())
 
+    def _end(self, row):
+        """The end of the keys that a row sees: columns that a mask lacks count as masked."""
+        end = self.work.keys_end(row)
+        return end if self.num_cols is None else cutlass.min(end, self.num_cols)
+
     def look_up(self, tile):
-        """Which of a lane's scores of a tile of keys a boolean mask keeps: by block and half a bit for each column;
-        None without a mask. All of it is read here, so that it is on its way while scores are computed."""
+        """What a boolean mask has for a tile of keys, by block and half; None without a mask. All of it is read here,
+        so that it is on its way while scores are computed."""
         if self.traits.problem.mask_rank == 0:
             return None
-        first, count = tile * self.traits.tile.tile_n + self.first_col, self.traits.tile.tile_n // 4
-        kept = [[MaskRow(self.work, row).bits(first, count) for row in rows] for rows in self._mask_rows()]
-        # a mask of rank 2 has one row for all
-        return [halves * HALVES for halves in kept * len(self.rows)] if self.traits.problem.mask_rank == 2 else kept
-
-    def _mask_rows(self) -> list:
-        return [[self.rows[0][0]]] if self.traits.problem.mask_rank == 2 else self.rows
+        first, chunks = tile * self.traits.tile.tile_n, self.traits.tile.tile_n // CHUNK
+        rows = [[self.rows[0][0]]] if self.has_one_row else self.rows
+        keeps_bytes = self.traits.keeps_mask_bytes
+        if not (keeps_bytes and self.traits.mask_is_ahead):
+            rows = [[found_anew(row) for row in halves] for halves in rows]
+        found = [
+            [MaskRow(self.work, row).look_up(first, chunks, self.lane, keeps_bytes) for row in halves]
+            for halves in rows
+        ]
+        if keeps_bytes:
+            return found
+        return [[RowChunks([], row.packed(), row.sources, self.lane) for row in halves] for halves in found]
 
     @cute.jit
-    def apply(self, rS: cute.Tensor, tile: Int32, kept: list | None):
-        """Mask the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4); `kept` is what was looked up for it."""
+    def apply(self, rS: cute.Tensor, tile: Int32, found: list | None):
+        """Mask the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4); `found` is what was looked up for it."""
+        if cutlass.const_expr(found is not None):
+            kept = self._kept(found)
+            if self._keeps_less(kept):
+                self._set_unkept(rS, kept)
         first = tile * self.traits.tile.tile_n
-        if self._crosses_limit(first) | self._keeps_less(kept):
-            self._set(rS, first, kept)
+        if self._crosses_limit(first):
+            self._set_outside(rS, first)
+
+    def _kept(self, found: list) -> list:
+        """A bit for each of the lane's scores, by block and half; see `kept_bit`."""
+        kept = [[row.bits() for row in halves] for halves in found]
+        return [halves * HALVES for halves in kept * len(self.rows)] if self.has_one_row else kept
 
     def _crosses_limit(self, first):
         crosses = first + self.traits.tile.tile_n > self.full_below
         return crosses | (first < self.full_from) if self.traits.problem.has_left else crosses
 
-    def _keeps_less(self, kept: list | None):
+    def _keeps_less(self, kept: list):
         """Whether the mask leaves out any score of the warp's tile."""
-        if kept is None:
-            return Boolean(False)
-        all_bits = Int32((1 << self.traits.tile.tile_n // 4) - 1) if self.traits.tile.tile_n < 128 else Int32(-1)
+        all_bits = sum(1 << kept_bit(n, e) for n in range(self.traits.tile.tile_n // 8) for e in range(2))
         less = Boolean(False)
         for bits in (bits for halves in kept for bits in halves):
-            less = less | (bits != all_bits)
+            less = less | (bits != Uint32(all_bits))
         return cute.arch.vote_any_sync(less)
 
     @cute.jit
-    def _set(self, rS: cute.Tensor, first: Int32, kept: list | None):
+    def _set_unkept(self, rS: cute.Tensor, kept: list):
+        for block in cutlass.range_constexpr(rS.shape[0]):
+            for half in cutlass.range_constexpr(HALVES):
+                bits = kept[block][half]
+                for n in cutlass.range_constexpr(rS.shape[1]):
+                    for e in cutlass.range_constexpr(2):
+                        is_kept = (bits & Uint32(1 << kept_bit(n, e))) != 0
+                        rS[block, n, 2 * half + e] = where(is_kept, rS[block, n, 2 * half + e], NEG_INF)
+
+    @cute.jit
+    def _set_outside(self, rS: cute.Tensor, first: Int32):
         for block in cutlass.range_constexpr(rS.shape[0]):
             for half in cutlass.range_constexpr(HALVES):
                 # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room
                 # for.
                 row = self.rows[block][half]
-                limit = self.work.keys_end(row) - (first + self.first_col)
+                limit = self._end(row) - (first + self.first_col)
                 begin = self.work.keys_begin(row) - (first + self.first_col)
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         counts = n * 8 + e < limit
                         if cutlass.const_expr(self.traits.problem.has_left):
                             counts = counts & (n * 8 + e >= begin)
-                        if cutlass.const_expr(kept is not None):
-                            counts = counts & ((kept[block][half] & (1 << (2 * n + e))) != 0)
                         rS[block, n, 2 * half + e] = where(counts, rS[block, n, 2 * half + e], NEG_INF)
+
+
+def found_anew(row) -> Int32:
+    """`row`, which the compiler cannot know: what follows from it is found for each tile anew and takes no registers
+    between them."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[row])
+
+
+def kept_bit(n: int, e: int) -> int:
+    """Which bit tells of a lane's score `e` of the `n`-th eight columns of a tile; see `RowChunks.bits`."""
+    chunk, half = divmod(n, 2)
+    turn, source = divmod(chunk, LANES)
+    return source // 2 * 16 + source % 2 + 8 * e + 4 * turn + 2 * half
 
 
 class MaskRow(TraceConstant):
     """One row of a boolean mask of rank 2 (B, S), 3 (B, L, S) or 4 (B, H, L, S); outer dims of extent 1 are broadcast.
 
     A row that the mask lacks is masked.
+
+    Attributes:
+        address: of its first byte.
+        num_cols: its columns, 0 if the mask lacks it.
     """
 
     def __init__(self, work: WorkTile, row):
@@ -92,29 +151,97 @@ class MaskRow(TraceConstant):
         for i, extent, stride in zip(index, mMask.shape, mMask.stride):
             address = address + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
             exists = exists & ((extent == 1) | (i < extent))
-        self.address, self.is_wide = address, work.traits.v_tiles > 24
-        self.num_cols = select(exists, mMask.shape[len(mMask.shape) - 1], Int32(0))
+        self.address = address
+        self.num_cols = select(exists, mMask.shape[-1], Int32(0))
+
+    def look_up(self, first, chunks: int, lane, prefetches: bool) -> "RowChunks":
+        """Start to read `chunks` chunks of columns from `first` on, by the four lanes in turn."""
+        turns = -(-chunks // LANES)
+        words, slow_bits = [], Uint32(0)
+        for turn in range(turns):
+            chunk = turn * LANES + lane % LANES
+            # in the last turn some lanes have none
+            num_cols = self.num_cols if chunks % LANES == 0 else select(chunk < chunks, self.num_cols, Int32(0))
+            found, bits = self.load(first + chunk * CHUNK, num_cols)
+            words.append([found[i] for i in range(WORDS)])
+            slow_bits = slow_bits | (bits << (WORDS * turn))
+        if prefetches:
+            self._prefetch(first + chunks * CHUNK + lane % LANES * CHUNK)
+        return RowChunks(words, slow_bits, min(chunks, LANES), lane)
 
     @cute.jit
-    def bits(self, first: Int32, count: int):
-        """Which of a lane's `count` columns, pairs 8 apart from `first` on, are kept: one bit each, column by
-        column."""
-        bits = Int32(0)
-        # All loads at once take more registers than results of a wide head leave.
-        unroll = 2 if self.is_wide else count // 2
-        if ((self.address & 1) == 0) & (self.num_cols % 2 == 0):
-            for n in cutlass.range(count // 2, unroll=unroll):
-                if first + n * 8 < self.num_cols:
-                    pair = Int32(gmem_run(cutlass.Uint16, self.address + Int64(first + n * 8), 1)[0])
-                    bits = bits | (self._pair_bits(pair) << (2 * n))
-        else:
-            for i in cutlass.range(count, unroll=2 if self.is_wide else count):
-                col = first + i // 2 * 8 + i % 2
-                if col < self.num_cols:
-                    if gmem_run(cutlass.Uint8, self.address + Int64(col), 1)[0] != 0:
-                        bits = bits | (Int32(1) << i)
-        return bits
+    def _prefetch(self, col: Int32):
+        """What the next tile needs comes to L1 meanwhile."""
+        if col < self.num_cols:
+            prefetch(self.address + Int64(col))
 
-    def _pair_bits(self, pair):
-        """Two bits for two bytes."""
-        return Int32(select((pair & 255) != 0, Int32(1), Int32(0))) | Int32(select(pair > 255, Int32(2), Int32(0)))
+    @cute.jit
+    def load(self, col: Int32, num_cols: Int32):
+        """The four words of a chunk of columns; what there is past the last column is not defined.
+
+        Of the last bytes of a row, after which the memory of the mask may end, the bits come instead, as those of the
+        first turn in `RowChunks.packed`, and words of zeros.
+        """
+        words, bits = cute.make_rmem_tensor(WORDS, Uint32), Uint32(0)
+        words.fill(0)
+        if col < num_cols:
+            address = self.address + Int64(col)
+            if (address % 16 == 0) & (col + CHUNK <= num_cols):
+                found = gmem_run(Uint32, address, WORDS).load()
+                for i in cutlass.range_constexpr(WORDS):
+                    words[i] = found[i]
+            elif col + (CHUNK + 4) <= num_cols:
+                self._load_unaligned(address, words)
+            else:
+                for i in cutlass.range(cutlass.min(num_cols - col, CHUNK), unroll=SLOW):
+                    if gmem_run(cutlass.Uint8, address + Int64(i), 1)[0] != 0:
+                        bits = bits | (Uint32(1) << Uint32(i % 4 * 8 + i // 4))
+        return words, bits
+
+    def _load_unaligned(self, address, words: cute.Tensor) -> None:
+        """From five aligned words, the first of which may begin before the chunk."""
+        shift = Uint32(Int32(address % 4) * 8)
+        start = address - address % 4
+        found = [gmem_run(Uint32, start + Int64(4 * i), 1)[0] for i in range(WORDS + 1)]
+        for i in range(WORDS):
+            words[i] = funnel_right(found[i], found[i + 1], shift)
+
+
+def funnel_right(low, high, shift) -> Uint32:
+    """The lower word of 64 bits shifted right by up to 31."""
+    instruction = "shf.r.clamp.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[low, high, shift])
+
+
+class RowChunks(TraceConstant):
+    """Bytes of a row of a mask that the four lanes of a row have loaded.
+
+    Args:
+        words: by turn, what a lane has loaded.
+        bits: what is known as bits already, as `packed`.
+        sources: lanes that have loaded anything.
+    """
+
+    def __init__(self, words: list, bits, sources: int, lane):
+        self.words, self.known_bits, self.sources, self.lane = words, bits, sources, lane
+
+    def packed(self) -> Uint32:
+        """A bit for each byte that the lane has loaded: byte j of word w of turn t becomes bit ``8 j + 4 t + w``."""
+        packed = self.known_bits
+        for turn, words in enumerate(self.words):
+            for i, word in enumerate(words):
+                high_bits = (((word & Uint32(LOW_BITS)) + Uint32(LOW_BITS)) | word) & Uint32(HIGH_BITS)
+                packed = packed | (high_bits >> (7 - (WORDS * turn + i)))
+        return packed
+
+    def bits(self) -> Uint32:
+        """Bit `kept_bit(n, e)` is 1 if the lane's score `e` of the `n`-th eight columns is kept.
+
+        Lane q needs, of each source lane, bytes ``2 (q % 2)`` and the next of words ``q // 2`` and ``2 + q // 2``.
+        """
+        packed, kept = self.packed(), Uint32(0)
+        shift = Uint32(self.lane % 2 * 16 + self.lane % LANES // 2)
+        for source in range(self.sources):
+            bits = cute.arch.shuffle_sync(packed, Int32(source), mask_and_clamp=QUAD_LANES) >> shift
+            kept = kept | ((bits & Uint32(EVERY_OTHER)) << (source // 2 * 16 + source % 2))
+        return kept

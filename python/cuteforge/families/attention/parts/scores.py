@@ -6,6 +6,7 @@ from cutlass import Float32, cute
 
 from cuteforge.device.math import LOG2_E, select, tanh_scaled
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.parts.softmax import HALVES
 
 
 def score_factor(scale, softcap) -> Float32:
@@ -29,8 +30,12 @@ class ScoreCap(TraceConstant):
 
     @cute.jit
     def apply(self, rS: cute.Tensor):
+        """Four of a row at a time; a NaN among them makes NaN of all."""
         if cutlass.const_expr(self.scale is not None):
             for block in cutlass.range_constexpr(rS.shape[0]):
-                for n in cutlass.range_constexpr(rS.shape[1]):
-                    for e in cutlass.range_constexpr(4):
-                        rS[block, n, e] = tanh_scaled(rS[block, n, e], self.scale)
+                for n in cutlass.range_constexpr(0, rS.shape[1], 2):
+                    for half in cutlass.range_constexpr(HALVES):
+                        places = [(n + i, 2 * half + e) for i in range(2) for e in range(2)]
+                        capped = tanh_scaled([rS[block, m, e] for m, e in places], self.scale)
+                        for (m, e), value in zip(places, capped):
+                            rS[block, m, e] = value

@@ -10,6 +10,7 @@ from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.keys.source import PagedKV, StridedKV
 from cuteforge.families.attention.work.counts import Counts
+from cuteforge.families.attention.work.traits import WorkTraits
 
 
 class TileFields(NamedTuple):
@@ -20,6 +21,7 @@ class TileFields(NamedTuple):
         row_tile: tile of the request's packed rows.
         first_token, q_len: of the request in packed queries.
         first_key, k_len: of the request in packed keys, and its number of keys.
+        first_tile, end_tile: of the tiles of keys that a mask leaves anything of; None where nobody looked for them.
     """
 
     batch: Any
@@ -29,6 +31,13 @@ class TileFields(NamedTuple):
     q_len: Any
     first_key: Any
     k_len: Any
+    first_tile: Any = None
+    end_tile: Any = None
+
+    @classmethod
+    def count(cls, traits: WorkTraits) -> int:
+        """How many of them are handed over."""
+        return len(cls._fields) - (0 if traits.finds_live_tiles else 2)
 
 
 class WorkTile(TraceConstant):
@@ -38,6 +47,7 @@ class WorkTile(TraceConstant):
     Args:
         batch, head, row_tile, first_token, q_len: as in `TileFields`.
         keys: what `Counts.keys_of` gives for the request, where that is known.
+        tiles: what `key_tiles` gives, where that is known.
 
     Attributes:
         first_row, num_rows: where the tile starts among the request's packed rows, and how many rows there are in all.
@@ -45,7 +55,7 @@ class WorkTile(TraceConstant):
         band: which of them a token of the request sees.
     """
 
-    def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None, keys=None):
+    def __init__(self, counts: Counts, batch, head, row_tile, first_token=None, q_len=None, keys=None, tiles=None):
         self.traits, self.ops, self.counts = counts.traits, counts.ops, counts
         self.batch, self.head = batch, head
         self.first_token = Int32(0) if first_token is None else first_token
@@ -55,6 +65,7 @@ class WorkTile(TraceConstant):
         # loaded, so the compiler cannot know that all lanes have one value: as such it takes no register of each
         self.first_key, self.k_len = keys or [cute.arch.make_warp_uniform(x) for x in counts.keys_of(batch)]
         self.band = counts.band(self.q_len, self.k_len)
+        self.tiles = tiles
 
     @classmethod
     def at(cls, counts: Counts, index, lane=None):
@@ -85,14 +96,18 @@ class WorkTile(TraceConstant):
         return cls(counts, batch, head, row_tile)
 
     def fields(self) -> TileFields:
-        return TileFields(
-            self.batch, self.head, self.row_tile, self.first_token, self.q_len, self.first_key, self.k_len
-        )
+        request = self.batch, self.head, self.row_tile, self.first_token, self.q_len, self.first_key, self.k_len
+        return TileFields(*request, *(self.tiles or ()))
 
     @classmethod
-    def of_fields(cls, counts: Counts, fields):
-        *others, first_key, k_len = fields
-        return cls(counts, *others, keys=(first_key, k_len))
+    def of_fields(cls, counts: Counts, fields: TileFields):
+        *others, first_key, k_len, first_tile, end_tile = fields
+        tiles = None if first_tile is None else (first_tile, end_tile)
+        return cls(counts, *others, keys=(first_key, k_len), tiles=tiles)
+
+    def of_tiles(self, first, end):
+        """The same work tile, of whose tiles of keys only some count."""
+        return self.of_fields(self.counts, self.fields()._replace(first_tile=first, end_tile=end))
 
     @cute.jit
     def table_row(self):
@@ -119,9 +134,12 @@ class WorkTile(TraceConstant):
         """The last row of the tile."""
         return cutlass.min(self.first_row + self.traits.tile.tile_m, self.num_rows) - 1
 
-    @cute.jit
     def key_tiles(self):
         """(first, end) of the tiles of keys that the rows of the tile see."""
+        return self.tiles or self._tiles_in_band()
+
+    @cute.jit
+    def _tiles_in_band(self):
         tile_n = self.traits.tile.tile_n
         keys = cutlass.max(self.keys_end(self.last_row()), 0)
         if self.first_row >= self.num_rows:

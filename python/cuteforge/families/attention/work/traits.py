@@ -73,6 +73,22 @@ class WorkTraits:
         return True
 
     @property
+    def finds_live_tiles(self) -> bool:
+        """Whether the tiles of keys that a mask leaves anything of are looked for, so that others are skipped."""
+        return False
+
+    @property
+    def mask_is_ahead(self) -> bool:
+        """Whether the mask of a tile of keys is looked up before the products that it is for."""
+        return True
+
+    @property
+    def keeps_mask_bytes(self) -> bool:
+        """Whether registers hold a lane's bytes of a mask until the scores are there. Otherwise only the bits of them,
+        which then have to be waited for."""
+        return True
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         raise NotImplementedError

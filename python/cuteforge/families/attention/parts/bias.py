@@ -6,8 +6,8 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cuteforge.device.copy import as_fp32, gmem_run, pair_to_fp32
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.math import LOG2_E, fma_rz, select
-from cuteforge.device.mma_sm80 import in_register
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.parts.mask import found_anew
 from cuteforge.families.attention.parts.scores import score_factor
 from cuteforge.families.attention.parts.softmax import HALVES
 from cuteforge.families.attention.work.tile import WorkTile
@@ -78,8 +78,7 @@ class BiasRow(TraceConstant):
         mBias = work.ops.mBias
         self.dtype, self.itemsize = work.traits.problem.bias_dtype, mBias.element_type.width // 8
         if work.traits.v_tiles > 24 and work.traits.reads_keys_once:
-            # what follows would be kept in registers from tile to tile
-            row = row + Int32(in_register(0))
+            row = found_anew(row)
         token, head = work.token_and_head(row)
         offset, exists = Int64(0), Boolean(row < work.num_rows)
         for i, extent, stride in zip((work.batch, head, token), mBias.shape, mBias.stride):

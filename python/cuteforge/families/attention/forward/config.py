@@ -126,7 +126,7 @@ class Traits(WorkTraits):
     def bias_is_ahead(self) -> bool:
         """Whether the bias of a tile of keys is loaded before the products that it is added to: where it takes few
         registers."""
-        return self.tile.m_blocks * self.tile.tile_n <= 32
+        return self.tile.m_blocks * self.tile.tile_n <= 32 and self.problem.v_dim <= 192
 
     @property
     def join_pitch(self) -> int:
@@ -258,7 +258,8 @@ def _prefill_tile(problem: Problem, arch: Arch) -> Tile:
     widest, lacks_registers = problem.widest, _lacks_registers(problem, arch)
     if widest > 128:
         in_smem = widest > 192 and (lacks_registers or problem.has_options or problem.has_lse)
-        return Tile(1, 4, 1, 16 if problem.mask_rank and widest > 192 else 32, 2, 1, in_smem)
+        is_small = widest > 192 and (problem.mask_rank > 0 or problem.has_bias)
+        return Tile(1, 4, 1, 16 if is_small else 32, 2, 1, in_smem or problem.has_bias)
     if widest > 64:
         return Tile(1, 8, 1, 64, 2, 1) if lacks_registers else Tile(2, 4, 1, 32, 2, 2, queries_in_smem=True)
     return Tile(2, 4, 1, 32 if lacks_registers else 64, 2, 2)

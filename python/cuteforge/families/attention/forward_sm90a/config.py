@@ -44,10 +44,9 @@ MAX_TILE_KEYS = 128
 # A cap and a window need registers of their own.
 OPTION_REGISTERS = 6
 MAX_OPTION_KEYS, MAX_PAGED_OPTION_KEYS = 96, 80
-# Of two warpgroups with a bias, for a lane's part of a tile; with 184, fp32 in pages with a mask and all options spills
-# 8 bytes (ptxas of CUDA 12).
-BIAS_TILE_REGISTERS, PAGED_BIAS_TILE_REGISTERS = 184, 180
-MASKED_BIAS_REGISTERS = 16  # of a mask, by which capped scores are set twice
+# Of two warpgroups with a bias, for a lane's part of a tile. With four more, fp32 in pages with all options spills 8
+# bytes; with 12 more beside a mask, fp32 24 and fp16 in pages of one token 48 (ptxas of CUDA 12).
+BIAS_TILE_REGISTERS, PAGED_BIAS_TILE_REGISTERS, BESIDE_MASK = 184, 180, 12
 BIAS_GROUP_REGISTERS = 16  # of what is loaded when it is wanted
 FEW_ROWS = 768  # of an SM: four row tiles of three warpgroups
 
@@ -238,8 +237,7 @@ def _most_keys_with_bias(problem: Problem) -> int:
         room = BIAS_TILE_REGISTERS - BIAS_GROUP_REGISTERS - problem.v_dim // 2
         return room * 4 // 3 // 16 * 16
     room = (PAGED_BIAS_TILE_REGISTERS if problem.is_paged else BIAS_TILE_REGISTERS) - problem.v_dim // 2
-    if problem.mask_rank and problem.has_softcap:
-        room -= MASKED_BIAS_REGISTERS
+    room -= BESIDE_MASK if problem.mask_rank > 0 else 0
     room_of_key = 5 if problem.bias_dtype == "float32" else 4  # quarters of a register
     return min(room * 4 // room_of_key // 16 * 16, MAX_TILE_KEYS)
 

@@ -7,10 +7,12 @@ from cuteforge.device.copy import as_fp32, gmem_run, pair_to_fp32
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.math import LOG2_E, fma_rz, select
 from cuteforge.device.traced import TraceConstant
+from cuteforge.families.attention.parts.mask import found_anew
 from cuteforge.families.attention.parts.scores import score_factor
+from cuteforge.families.attention.parts.softmax import HALVES
 from cuteforge.families.attention.work.tile import WorkTile
 
-GROUP = 4  # columns of matrix instructions whose numbers are loaded at once, where they are loaded when they are wanted
+GROUP = 4
 NEG_INF_PAIRS = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00, "float32": 0xFF800000}
 
 
@@ -32,34 +34,31 @@ class ScoreBias(TraceConstant):
         """What is added to a lane's scores of a tile of keys, by block and half; None if it is not loaded ahead."""
         if not (self.traits.problem.has_bias and self.traits.bias_is_ahead):
             return None
-        return self._load(tile, range(self.traits.tile.m_blocks), range(self.traits.tile.tile_n // 8))
+        cols = range(self.traits.tile.tile_n // 8)
+        return [[self._pairs(row, tile, cols) for row in halves] for halves in self.rows]
 
     @cute.jit
     def add(self, rS: cute.Tensor, tile: Int32, found: list | None):
         """Add to the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4); `found` is what was looked up for it."""
-        if cutlass.const_expr(not self.traits.problem.has_bias):
-            pass
-        elif cutlass.const_expr(found is not None):
-            self._add(rS, found, range(rS.shape[0]), range(rS.shape[1]))
-        else:
+        if cutlass.const_expr(self.traits.problem.has_bias):
             for block in cutlass.range_constexpr(rS.shape[0]):
-                for n in cutlass.range_constexpr(0, rS.shape[1], GROUP):
-                    cols = range(n, min(n + GROUP, rS.shape[1]))
-                    self._add(rS, self._load(tile, [block], cols), [block], cols)
+                for half in cutlass.range_constexpr(HALVES):
+                    self._add_row(rS, tile, block, half, None if found is None else found[block][half])
 
-    def _load(self, tile, blocks, cols) -> list:
-        """Words of the lane's pairs in the columns of some matrix instructions, by block and half."""
-        first = tile * self.traits.tile.tile_n + self.first_col
-        return [[BiasRow(self.work, row).pairs(first, cols) for row in self.rows[block]] for block in blocks]
+    def _add_row(self, rS, tile, block: int, half: int, pairs) -> None:
+        step = GROUP if pairs is None else rS.shape[1]
+        for first in range(0, rS.shape[1], step):
+            cols = range(first, min(first + step, rS.shape[1]))
+            words = self._pairs(self.rows[block][half], tile, cols) if pairs is None else pairs
+            for i, n in enumerate(cols):
+                for e, bias in enumerate(_pair(self.traits.problem.bias_dtype, words, i)):
+                    at = block, n, 2 * half + e
+                    # toward 0: the lowest number of fp32, with which models mask, stays one
+                    rS[at] = fma_rz(bias, LOG2_E, rS[at] * self.factor)
 
-    def _add(self, rS, found: list, blocks, cols) -> None:
-        for block, halves in zip(blocks, found):
-            for half, words in enumerate(halves):
-                for i, n in enumerate(cols):
-                    for e, bias in enumerate(_pair(self.traits.problem.bias_dtype, words, i)):
-                        at = block, n, 2 * half + e
-                        # toward 0: the lowest number of fp32, with which models mask, stays one
-                        rS[at] = fma_rz(bias, LOG2_E, rS[at] * self.factor)
+    def _pairs(self, row, tile, cols: range):
+        """The lane's pairs of a row in the columns of some matrix instructions."""
+        return BiasRow(self.work, row).pairs(tile * self.traits.tile.tile_n + self.first_col, cols)
 
 
 def _pair(dtype: str, words: cute.Tensor, index: int) -> list:
@@ -78,6 +77,8 @@ class BiasRow(TraceConstant):
     def __init__(self, work: WorkTile, row):
         mBias = work.ops.mBias
         self.dtype, self.itemsize = work.traits.problem.bias_dtype, mBias.element_type.width // 8
+        if work.traits.v_tiles > 24 and work.traits.reads_keys_once:
+            row = found_anew(row)
         token, head = work.token_and_head(row)
         offset, exists = Int64(0), Boolean(row < work.num_rows)
         for i, extent, stride in zip((work.batch, head, token), mBias.shape, mBias.stride):
@@ -100,17 +101,18 @@ class BiasRow(TraceConstant):
                 for w in cutlass.range_constexpr(words_each):
                     words[i * words_each + w] = pair[w]
         else:
+            col = first + cols[0] * 8
+            address = self.address + Int64(col) * self.step
             for i in cutlass.range_constexpr(len(cols)):
-                self._elements(words, i, first + cols[i] * 8)
+                for e in cutlass.range_constexpr(2):
+                    if col + (8 * i + e) < self.num_cols:
+                        self._load_element(words, i, e, address + (8 * i + e) * self.step)
         return words
 
-    @cute.jit
-    def _elements(self, words: cute.Tensor, i: cutlass.Constexpr, col: Int32):
-        for e in cutlass.range_constexpr(2):
-            if col + e < self.num_cols:
-                address = self.address + Int64(col + e) * self.step
-                if cutlass.const_expr(self.itemsize == 4):
-                    words[2 * i + e] = gmem_run(Uint32, address, 1)[0]
-                else:
-                    half = Uint32(gmem_run(cutlass.Uint16, address, 1)[0])
-                    words[i] = (words[i] & Uint32(0xFFFF << (16 * (1 - e)))) | (half << Uint32(16 * e))
+    def _load_element(self, words, i: int, e: int, address) -> None:
+        """Number `e` of pair `i`."""
+        if self.itemsize == 4:
+            words[2 * i + e] = gmem_run(Uint32, address, 1)[0]
+        else:
+            half = Uint32(gmem_run(cutlass.Uint16, address, 1)[0])
+            words[i] = (words[i] & Uint32(0xFFFF << (16 * (1 - e)))) | (half << Uint32(16 * e))

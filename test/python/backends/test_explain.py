@@ -56,7 +56,8 @@ def test_prefill_and_the_arguments_of_the_call_reach_the_kernel():
     assert plain.kernel == "attention.forward_sm90a.kernel"
     mask = torch.empty(2, 4096, dtype=torch.bool, device="meta")
     masked = explain(attention, q, k, v, attn_mask=mask, arch="sm_90a").kernel
-    assert masked.kernel == "attention.forward.kernel"
+    assert masked.kernel == "attention.forward_sm90a.kernel"
+    assert explain(attention, q, k, v, attn_mask=mask, arch="sm_80").kernel.kernel == "attention.forward.kernel"
     assert explain(attention, q, k, v, is_causal=True, arch="sm_80").kernel.arch == "sm_80"
 
 

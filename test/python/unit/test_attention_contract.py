@@ -25,6 +25,7 @@ from cuteforge.families.attention import MergeState
 from cuteforge.families.attention.api import MAX_DECODE_TOKENS
 from cuteforge.families.attention.base import signature_of
 from cuteforge.families.attention.merge.api import signature_of as merge_signature_of
+from cuteforge.families.attention.work.limits import Limits
 from cuteforge.runtime.arch import resolve_arch
 
 B, L, S, HQ, HK, D, T, TK, P, PS, R, C = 3, 2, 100, 8, 4, 64, 45, 90, 11, 16, 5, 7
@@ -525,6 +526,9 @@ def test_one_query_token_has_no_key_after_it():
     assert keys_of("single", window=(3, 3)) == keys_of("single", window=(3, 0)) != keys_of("single")
 
 
+LIMITS = len(Limits._fields)  # come first
+
+
 @pytest.mark.parametrize(
     ("config", "scalars"),
     [
@@ -537,8 +541,8 @@ def test_one_query_token_has_no_key_after_it():
 def test_numbers_of_options_are_scalars_of_the_launch(config, scalars):
     """None where nothing was compiled in that would read them."""
     for kind in ("prefill", "decode"):
-        assert make(kind, **config)._scalars(resolve_arch("sm_90a", None))[2:] == scalars
-    assert make("single", window=(5, 7))._scalars(resolve_arch("sm_90a", None))[2:] == (5, None, None)
+        assert make(kind, **config)._scalars(resolve_arch("sm_90a", None))[LIMITS:] == scalars
+    assert make("single", window=(5, 7))._scalars(resolve_arch("sm_90a", None))[LIMITS:] == (5, None, None)
 
 
 @pytest.mark.parametrize("num_splits", [0, -1, 1.5, "2", True, torch.ones(1)])

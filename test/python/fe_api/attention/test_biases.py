@@ -104,10 +104,11 @@ def test_scale_of_zero_leaves_the_bias(kind, device):
 
 @kinds
 def test_lowest_number_is_no_infinity(kind, device):
-    """Models mask with it: a row of nothing else weighs all keys alike, as torch's attention does."""
+    """Models mask with it: a row of nothing else weighs all keys alike, as torch does. Parts that are joined
+    by their log-sum-exps would not: beside such a number these have no digit left for how many keys there are."""
     x = draw(kind, device, lengths=[SIZE] * BATCH)
     bias = torch.full((1, 1, 1, SIZE), torch.finfo(torch.float32).min, device=device)
-    out, _ = attn.run(kind, x.with_(bias=bias))
+    out, _ = attn.run(kind, x.with_(bias=bias), num_splits=1 if kind == "decode" else None)
     last = x.v.float().mean(1).repeat_interleave(x.q.shape[2] // KV_HEADS, 1)
     torch.testing.assert_close(out[:, -1].float(), last, atol=4e-3, rtol=1e-2)
 
@@ -117,7 +118,7 @@ def test_lowest_number_is_no_infinity(kind, device):
 )
 def test_width(kind, config, device):
     x = draw(kind, device, config)
-    given = x.with_(bias=biases.draw(shapes(x)[0], attn.FP32, device))
+    given = x.with_(bias=biases.draw(shapes(x)[0], torch.float32, device))
     attn.check(attn.run(kind, given), given)
 
 

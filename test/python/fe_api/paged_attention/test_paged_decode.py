@@ -222,14 +222,15 @@ def test_thin_function_takes_a_mask(device):
 
 
 def test_a_call_with_other_extents_compiles_nothing(device):
-    """Batch, table width, page size, KV heads, rows of the table: 40 batches, one binary."""
+    """Batch, table width, page size, KV heads, rows of the table: 40 batches, a binary for few requests and one for
+    many."""
     from cuteforge.runtime import compile_cache
 
     def compiles():
         stats = compile_cache.stats()
         return stats.compiles + stats.disk_hits
 
-    for lengths in ((5, 1), (4096,)):  # in one piece, and split and merged
+    for lengths in ((5, 1), (4096,), (5,) * 60):  # in one piece, split and merged, and many
         paged.call_wrapper(paged.draw(MAIN, Batch(lengths), device))
     before = compiles()
     for i in range(40):

@@ -57,7 +57,7 @@ class Barrier(IntEnum):
     Attributes:
         CTA: of all its threads.
         PING_PONG: the first of one for each warpgroup, which waits there until it may start products.
-        QUERY_WARPS: of the producer warps that copy queries.
+        QUERY_WARPS: of the producer warps of the queries.
     """
 
     CTA = 0

@@ -12,14 +12,13 @@ from cuteforge.families.attention.parts.mask import CHUNK, HIGH_BITS, WORDS, Mas
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
-UNROLL = 2  # rows on their way at once; four take more registers than these warps have
 COLS = WARP * CHUNK  # that a warp looks at together, a chunk each lane
 NO_COLS = -(1 << 31)  # so many columns, where a chunk may begin before the first one
 ALL_BYTES = HIGH_BITS
 
 
 class LiveTiles(TraceConstant):
-    """Found by the warps that copy the queries, while others work on the work tiles before: each reads some of the
+    """Found by the producer warps of the queries, while others work on the work tiles before: each reads some of the
     rows.
 
     Args:
@@ -73,8 +72,11 @@ class OwnRows(TraceConstant):
 
     def __init__(self, work: WorkTile, warps: int, warp, lane):
         self.work, self.lane, self.tile_n = work, lane, work.traits.tile.tile_n
+        self.chunks = self.tile_n // CHUNK  # of a tile
         rank = work.traits.problem.mask_rank
         self.is_one = rank == 2
+        # rows on their way; more take more registers than these warps have
+        self.at_once = 1 if self.is_one or work.traits.problem.is_paged else 2
         self.step = work.counts.divisors.group_size.divisor
         if rank == 4:
             self.step = Int32(select(work.ops.mMask.shape[1] == 1, self.step, Int32(1)))
@@ -94,33 +96,36 @@ class OwnRows(TraceConstant):
         col, live = stop, Uint32(0)
         while (col > begin) & (live == 0):
             col = col - COLS
-            live = self._live(col, begin)
+            # of the tile of the last column nothing further can be found
+            last = (col + (COLS - 1)) % self.tile_n // CHUNK
+            live = self._live(col, begin, ~((Uint32(1) << Uint32(WARP - 1 - last)) - 1))
         live_begin, live_stop = stop, stop
         if live != 0:
             live_stop = col + highest(live) * CHUNK + CHUNK
-            while col > begin:
-                # from the other end
-                col = begin
-                live = self._live(col, begin)
-                while (live == 0) & (col < stop):
-                    col = col + COLS
-                    live = self._live(col, begin)
-                begin = col
+            col, live = begin - COLS, Uint32(0)
+            while (live == 0) & (col < live_stop):
+                col = col + COLS
+                rest = self.chunks - col % self.tile_n // CHUNK
+                live = self._live(col, begin, (Uint32(1) << Uint32(rest)) - 1)
             live_begin = col + lowest(live) * CHUNK
         return live_begin // self.tile_n, (live_stop + (self.tile_n - 1)) // self.tile_n
 
     @cute.jit
-    def _live(self, col: Int32, begin: Int32):
+    def _live(self, col: Int32, begin: Int32, enough: Uint32):
         """Which of the chunks from `col` on, but for those before `begin`, the mask leaves anything of: a bit each. It
-        may name one of which only what is after the last column is left."""
-        own, found = col + self.lane * CHUNK, Uint32(0)
-        for i in cutlass.range(self.count, unroll=UNROLL):
-            row = MaskRow(self.work, self.first_row + i * self.step)
-            words, bits = row.load(own, select(own >= begin, row.num_cols, Int32(NO_COLS)))
-            found = found | bits
-            for w in cutlass.range_constexpr(WORDS):
-                found = found | words[w]
-        return Uint32(cute.arch.vote_ballot_sync(found != 0))
+        may name one of which only what is after the last column is left, and leave out others once one of `enough` is
+        found."""
+        own, number, live = col + self.lane * CHUNK, self.count, Uint32(0)
+        while (number > 0) & ((live & enough) == 0):
+            # the last rows of a causal mask see most
+            found = Uint32(0)
+            for i in cutlass.range_constexpr(self.at_once):
+                row = MaskRow(self.work, self.first_row + cutlass.max(number - 1 - i, 0) * self.step)
+                words, bits = row.load(own, select(own >= begin, row.num_cols, Int32(NO_COLS)))
+                found = found | bits | words[0] | words[1] | words[2] | words[3]
+            live = live | Uint32(cute.arch.vote_ballot_sync(found != 0))
+            number = number - self.at_once
+        return live
 
     @cute.jit
     def full_tiles(self, first: Int32, end: Int32):

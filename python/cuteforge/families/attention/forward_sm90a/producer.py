@@ -122,7 +122,7 @@ class ProducerWarp(TraceConstant):
 
     @cute.jit
     def _copy_live_tokens(self, are_keys, tiles: cutlass.Constexpr):
-        """`_copy_tokens` by TMA, of the tiles that the warps that copy queries have found."""
+        """`_copy_tokens` by TMA, of the tiles that the producer warps of the queries have found."""
         stage, phase, cursor, tail = Int32(0), Int32(0), TokenCursor(*(Int32(0),) * 3), no_tail()
         fields = self._next_work(stage, phase)
         while fields.batch != NO_WORK:

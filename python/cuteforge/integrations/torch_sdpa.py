@@ -111,8 +111,12 @@ def register(name: str = "cuteforge", *, keep_cudnn: bool = True) -> Handle:
     Numerics: as `cuteforge.attention`; log-sum-exps are fp32, natural logarithms. A query that sees no key gives 0 and
     -inf, where torch's kernel says inf.
 
+    Under a second name the second one serves, until its handle gives back to the first; one name is active at a time.
+    A `torch.library.Library` of yours that has overridden the same operators gets what is handed on. Keep it alive
+    until `remove`: torch raises RuntimeError for a call that is handed on to a library that is gone.
+
     What torch.compile or a CUDA graph has captured keeps the kernels of that time: register first. Needs torch 2.11 or
-    newer.
+    newer, and for pages one whose `varlen_attn` has ``block_table``.
 
     Raises:
         ContractError: a name that means another implementation to torch, or one that is active with another
@@ -167,6 +171,9 @@ class _Activation:
 def override(dispatch_key: str, kernels: Mapping[str, Callable[[Kernel], Kernel]]) -> Library:
     """A library that overrides operators of aten for one dispatch key as long as it lives.
 
+    Another Python library may have overridden them before: it gets what ours hands on, and serves again when ours is
+    gone.
+
     Args:
         kernels: by the name of an operator, what makes its kernel from the one that was there before. The former is
             called with the dispatcher's key set and the arguments, and so is the latter.
@@ -177,7 +184,8 @@ def override(dispatch_key: str, kernels: Mapping[str, Callable[[Kernel], Kernel]
         with warnings.catch_warnings():
             # torch says once in a process that a kernel is overridden, which is what we are here for
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            library.impl(name, kernel, dispatch_key, with_keyset=True)
+            # unless told, torch 2.11 refuses an operator that Python has overridden already
+            library.impl(name, kernel, dispatch_key, with_keyset=True, allow_override=True)
     return library
 
 

@@ -1,50 +1,29 @@
-"""torch's own attention by our kernels, on CPU twins of the operators: what is served, what is handed on, and the way
-back."""
+"""torch's own attention by our kernels, on CPU twins of the operators: what is served, and what is handed on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls, restore_flash_attention_impl
+from torch.nn.attention import current_flash_attention_impl, varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from cuteforge import ContractError, UnsupportedError, attn_backend
+from cuteforge import attn_backend
 from cuteforge.families.attention import reference
-from cuteforge.integrations import torch_sdpa, versions
+from cuteforge.integrations import torch_sdpa
 from cuteforge.integrations.aten_attention import FlashCall
-from cuteforge.integrations.torch_sdpa import CUDNN, FORWARD, FORWARD_INTO, register
+from cuteforge.integrations.torch_sdpa import CUDNN, FORWARD, FORWARD_INTO
 from helpers import aten, budget
+from helpers.aten import BF16, HEADS, KV_HEADS, LENGTHS, D, dense, packed, paged, split
 from helpers.packs import offsets
 
-BF16 = torch.bfloat16
-HEADS, KV_HEADS, D = 4, 2, 16
-LENGTHS = (5, 1, 7)
+needs_out = pytest.mark.skipif(not aten.HAS_OUT, reason="this torch's flash attention takes no output to write to")
 HANDED_ON = object()
-
-
-def draw(*shapes, dtype=BF16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def dense(length=20, num_keys=20, batch=2, dtype=BF16, d=D):
-    """q, k, v with tokens before heads."""
-    return draw((batch, length, HEADS, d), *[(batch, num_keys, KV_HEADS, d)] * 2, dtype=dtype)
 
 
 def dense_call(q, k, v, causal=False, **options):
     sizes = None, None, q.shape[1], k.shape[1]
     fixed = {"dropout_p": 0.0, "is_causal": causal, "return_debug_mask": False}
     return torch.ops.aten._flash_attention_forward(q, k, v, *sizes, **(fixed | options))
-
-
-def packed(**options):
-    """q, k, v of requests one after another, and what else the operator takes."""
-    total = sum(LENGTHS)
-    q, k, v = draw((total, HEADS, D), *[(total, KV_HEADS, D)] * 2)
-    cuts = offsets(LENGTHS)
-    fixed = {"cum_seq_q": cuts, "cum_seq_k": cuts, "max_q": max(LENGTHS), "max_k": max(LENGTHS)}
-    return (q, k, v), fixed | {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False} | options
 
 
 def check(got, q, k, v, **options):
@@ -132,58 +111,8 @@ def test_packed_calls_are_served(log):
     assert log.ops == ["GQAPrefill"]
 
 
-def paged(lens_q, lens_k, page_size=4, **options):
-    """A call over pages; the keys of each request are in pages of their own."""
-    batch, columns = len(lens_q), -(-max(lens_k) // page_size)
-    q, k, v = draw((sum(lens_q), HEADS, D), *[(batch * columns + 1, page_size, KV_HEADS, D)] * 2)
-    table = torch.arange(1, batch * columns + 1, dtype=torch.int32).view(batch, columns)
-    fixed = {"cum_seq_q": offsets(lens_q), "cum_seq_k": None, "max_q": max(lens_q), "max_k": max(lens_k)}
-    fixed |= {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "block_table": table}
-    return (q, k, v), fixed | {"seqused_k": torch.tensor(lens_k, dtype=torch.int32)} | options
-
-
-@pytest.mark.parametrize(("lens_q", "op"), [((2, 1, 6), "PagedGQAPrefill"), ((1, 1, 1), "PagedGQADecode")])
-@pytest.mark.parametrize("as_offsets", [False, True])
-def test_pages_are_served(log, lens_q, op, as_offsets):
-    """Lengths come as such, or as offsets of the keys."""
-    lens_k = (9, 1, 6)
-    (q, k, v), options = paged(lens_q, lens_k)
-    if as_offsets:
-        options |= {"seqused_k": None, "cum_seq_k": offsets(lens_k)}
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, **options)
-    assert log.ops == [op]
-    assert lse.is_contiguous()
-    assert out.shape == q.shape
-    for b, (first, end) in enumerate(zip(offsets(lens_q), offsets(lens_q)[1:])):
-        keys, values = (x[options["block_table"][b].long()].flatten(0, 1)[None, : lens_k[b]] for x in (k, v))
-        want, want_lse = reference.attend(q[None, first:end], keys, values, causal=True)
-        torch.testing.assert_close(out[first:end].float(), want[0].float(), rtol=0, atol=2e-2)
-        torch.testing.assert_close(lse[:, first:end], want_lse[0].float(), rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize(("lens_q", "max_q"), [((1, 1, 1), 2), ((2, 0, 1), 2), ((1, 1, 0), 1)])
-def test_only_one_query_token_for_each_request_is_a_decode(log, lens_q, max_q):
-    (q, k, v), options = paged(lens_q, (9, 1, 6), max_q=max_q)
-    torch.ops.aten._flash_attention_forward(q, k, v, **options)
-    assert log.ops == ["PagedGQAPrefill"]
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (3, 2), (-1, 2)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_window_of_a_step_of_decode(log, window, causal):
-    (q, k, v), options = paged((1, 1, 1), (9, 1, 6), is_causal=causal)
-    options |= {"window_size_left": window[0], "window_size_right": window[1]}
-    out = torch.ops.aten._flash_attention_forward(q, k, v, **options)[0]
-    assert log.ops == ["PagedGQADecode"]
-    for b, count in enumerate((9, 1, 6)):
-        keys, values = (x[options["block_table"][b].long()].flatten(0, 1)[None, :count] for x in (k, v))
-        left = None if window[0] < 0 else window[0]
-        want, _ = reference.attend(q[None, b : b + 1], keys, values, window=(left, None))
-        torch.testing.assert_close(out[b].float(), want[0, 0].float(), rtol=0, atol=2e-2)
-
-
-@pytest.mark.skipif(not hasattr(torch.ops.aten, FORWARD_INTO), reason="this torch has no such operator")
-@pytest.mark.parametrize("is_paged", [False, True])
+@needs_out
+@pytest.mark.parametrize("is_paged", [False, True] if aten.HAS_PAGES else [False])
 def test_the_output_is_written_where_the_caller_says(log, is_paged):
     (q, k, v), options = paged((1, 1, 1), (9, 1, 6)) if is_paged else packed()
     fixed = {name: options.pop(name) for name in FlashCall._fields[3:10]}
@@ -206,6 +135,61 @@ def test_inference_by_cudnn_is_served(log, causal):
     assert rest[2:4] == [20, 20]
     oracle, _ = reference.attend(q, k, v, causal=causal, softmax_scale=0.3)
     torch.testing.assert_close(out.transpose(1, 2).double(), oracle.double(), rtol=0, atol=2e-2)
+
+
+# As torch 2.11 declares it: without pages and splits.
+WITHOUT_PAGES = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None) -> (Tensor output, "
+    "Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+)
+
+
+@pytest.fixture
+def without_pages(monkeypatch):
+    """An operator that takes what that of torch 2.11 takes, and the log of our ops."""
+    served, log = aten.served_on_cpu(monkeypatch)
+
+    def before(keys, query, *args, **options):
+        return tuple(torch.full((1,), torch.nan) for _ in range(5))
+
+    with torch.library._scoped_library("cuteforge_test", "FRAGMENT") as library:
+        library.define(FORWARD + WITHOUT_PAGES)
+        library.impl(FORWARD, torch_sdpa.kernels_of(served)[FORWARD](before), "CPU", with_keyset=True)
+        yield torch.ops.cuteforge_test._flash_attention_forward, log
+
+
+def test_an_operator_without_pages_serves_dense_calls_scales_and_windows(without_pages):
+    attend, log = without_pages
+    q, k, v = dense()
+    window = {"window_size_left": 3, "window_size_right": 2}
+    check(attend(*flash_args(q, k, v), scale=0.5, **window), q, k, v, softmax_scale=0.5, window=(3, 2))
+    check(attend(*flash_args(q, k, v, causal=True)), q, k, v, causal=True)
+    check(attend(*flash_args(q[:, :1], k, v)), q[:, :1], k, v)
+    assert log.ops == ["GQAPrefill", "GQAPrefill", "GQADecode"]
+
+
+def test_an_operator_without_pages_serves_packed_calls(without_pages):
+    attend, log = without_pages
+    (q, k, v), options = packed()
+    out = attend(q, k, v, **options)[0]
+    (qs, lens), (ks, _), (vs, _) = map(padded, (q, k, v))
+    want, _ = reference.attend(qs, ks, vs, lens_q=lens, lens_k=lens, causal=True)
+    torch.testing.assert_close(out.float(), reference.pack(want, offsets(LENGTHS)).float(), rtol=0, atol=2e-2)
+    assert log.ops == ["GQAPrefill"]
+
+
+def test_an_operator_without_pages_hands_on_what_is_not_served(without_pages):
+    attend, log = without_pages
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    for args, options in (
+        (flash_args(*dense(), dropout_p=0.1), {}),
+        (flash_args(*dense()), {"seqused_k": lengths}),
+        (flash_args(*dense()), {"alibi_slopes": torch.zeros(HEADS)}),
+    ):
+        assert attend(*args, **options)[0].isnan()
+    assert not log.ops
 
 
 # What is handed on.
@@ -262,25 +246,20 @@ NOT_SERVED = {
 }
 
 
-def split(call):
-    """Arguments by position, and those by name."""
-    tensors, options = call
-    fixed = [options.pop(name) for name in FlashCall._fields[3:10]]
-    return (*tensors, *fixed), options
-
-
 @pytest.mark.parametrize("case", NOT_SERVED)
 def test_what_the_kernels_do_not_serve_goes_to_the_kernel_that_was_there(monkeypatch, case):
     args, options = NOT_SERVED[case]()
     assert handed_on(monkeypatch, FORWARD, *args, **options)
 
 
+@needs_out
 @pytest.mark.parametrize("case", ["dropout", "fp32", "offsets in int64"])
 def test_so_it_does_where_the_output_is_given(monkeypatch, case):
     args, options = NOT_SERVED[case]()
     assert handed_on(monkeypatch, FORWARD_INTO, torch.empty_like(args[0]), *args, **options)
 
 
+@needs_out
 @pytest.mark.parametrize("case", ["shape", "dtype"])
 def test_an_output_of_another_shape_or_dtype_is_left_to_torch(monkeypatch, case):
     args, out = flash_args(*dense()), dense()[0]
@@ -317,13 +296,6 @@ def test_a_kernel_that_refuses_at_the_launch_hands_on(monkeypatch):
     served, log = aten.served_on_cpu(monkeypatch)
     log.is_off = True
     assert served.flash(FlashCall(*flash_args(*dense()))) is None
-
-
-def test_arguments_that_contradict_each_other_are_refused_by_name(log):
-    """As by torch's kernel, which raises too."""
-    (q, k, v), options = paged((2, 1), (5, 6))
-    with pytest.raises(ContractError, match="page_table"):
-        torch.ops.aten._flash_attention_forward(q, k, v, **options | {"block_table": options["block_table"][:1]})
 
 
 def test_without_a_kernel_of_torch_a_call_that_is_handed_on_says_so(log):
@@ -385,16 +357,6 @@ def test_when_the_library_is_gone_torch_serves_again(monkeypatch):
     assert len(log.ops) == 1
 
 
-def test_one_in_the_other_the_inner_one_serves_and_hands_on_to_the_outer_one(monkeypatch):
-    q, k, v = by_head()
-    with aten.served(monkeypatch) as outer, aten.served(monkeypatch) as inner:
-        scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        assert (len(outer.ops), len(inner.ops)) == (0, 1)
-        inner.is_off = True
-        scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        assert (len(outer.ops), len(inner.ops)) == (1, 1)
-
-
 def test_inference_mode_and_modes_that_look_on(log):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -426,17 +388,11 @@ def test_a_compiled_function_is_one_graph(log, fresh_compiler):
     assert torch.equal(out, scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) * 2)
 
 
-varlen = pytest.importorskip("torch.nn.attention.varlen")
-VARLEN_OPTIONS = getattr(varlen.varlen_attn, "__kwdefaults__", None) or {}
-needs_pages = pytest.mark.skipif("block_table" not in VARLEN_OPTIONS, reason="this torch's varlen_attn has no pages")
-
-
-@needs_pages
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_varlen_attn_is_served(log, fresh_compiler, is_compiled):
     (q, k, v), options = packed()
     cuts = options["cum_seq_q"]
-    attend = lambda *x: varlen.varlen_attn(*x, cuts, cuts, 7, 7, window_size=(3, 0), enable_gqa=True)  # noqa: E731
+    attend = lambda *x: varlen.varlen_attn(*x, cuts, cuts, 7, 7, window_size=(3, 0), **aten.VARLEN_GQA)  # noqa: E731
     if is_compiled:
         attend = torch.compile(attend, backend=fresh_compiler, fullgraph=True)
     out = attend(q, k, v)
@@ -446,124 +402,11 @@ def test_varlen_attn_is_served(log, fresh_compiler, is_compiled):
     torch.testing.assert_close(out.float(), reference.pack(want, cuts).float(), rtol=0, atol=2e-2)
 
 
-@needs_pages
-@pytest.mark.parametrize("num_splits", [None, 4])
-def test_varlen_attn_over_pages_is_served(log, num_splits):
-    (q, k, v), options = paged((1, 1, 1), (9, 1, 6))
-    shared = {name: options[name] for name in ("seqused_k", "block_table")} | {"enable_gqa": True}
-    out = varlen.varlen_attn(q, k, v, options["cum_seq_q"], None, 1, 9, num_splits=num_splits, **shared)
-    assert log.ops == ["PagedGQADecode"]
-    assert torch.equal(out, torch.ops.aten._flash_attention_forward(q, k, v, **options)[0])
-
-
-# `register`, and the way back.
-
-
-def overridden(name=FORWARD):
-    """The kernel of torch's operator on CUDA tensors, by the file that registered it; empty without one."""
-    table = torch._C._dispatch_dump_table(f"aten::{name}").splitlines()
-    return any(line.startswith("CUDA: registered at") and "torch_sdpa.py" in line for line in table)
-
-
-def test_register_serves_and_the_handle_goes_back():
-    handle = register()
-    assert handle.is_active
-    assert current_flash_attention_impl() == "cuteforge"
-    assert all(overridden(name) for name in torch_sdpa.kernels_of(None))
-    handle.remove()
-    assert not handle.is_active
-    assert not any(overridden(name) for name in torch_sdpa.kernels_of(None))
-    handle.remove()
-
-
-def test_registering_twice_is_free_and_the_second_handle_takes_nothing_back():
-    with register() as first:
-        with register():
-            assert first.is_active
-        assert first.is_active
-        assert overridden()
-    assert not overridden()
-
-
-def test_of_two_names_the_last_one_serves_and_gives_back_to_the_first():
-    with register("one") as one, register("two") as two:
-        assert two.is_active
-        assert not one.is_active
-        two.remove()
-        assert one.is_active
-        assert overridden()
-    assert {"one", "two"} <= set(list_flash_attention_impls())
-
-
-def test_a_handle_that_something_else_has_replaced_does_nothing():
-    one = register("one")
-    with register("two") as two:
-        one.remove()
-        assert two.is_active
-    one.remove()
-
-
-def test_torchs_own_way_back_works_too():
-    handle = register()
-    restore_flash_attention_impl()
-    assert not handle.is_active
-    assert not overridden()
-    handle.remove()
-
-
-def test_an_error_in_the_block_goes_back():
-    with pytest.raises(ZeroDivisionError), register():
-        _ = 1 / 0
-    assert not overridden()
-
-
-def test_cudnn_stays_on_unless_it_is_asked_for():
-    with register():
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    with register(keep_cudnn=False):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        with register("other"):
-            assert torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_cudnn_that_was_off_stays_off():
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        with register(keep_cudnn=False):
-            pass
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-@pytest.mark.parametrize("name", ["FA4", "", None, 3])
-def test_a_name_that_is_torchs_or_none_is_refused(name):
-    with pytest.raises(ContractError, match=r"^name: wanted"):
-        register(name)
-
-
-def test_an_active_name_keeps_what_it_was_registered_with():
-    with register(), pytest.raises(ContractError, match="keep_cudnn: wanted True, with which 'cuteforge' is active"):
-        register(keep_cudnn=False)
-
-
-def test_registering_warns_of_nothing(recwarn):
-    with register():
-        pass
-    assert not recwarn.list
-
-
-def test_an_operator_that_takes_other_arguments_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"torch: wanted aten::_flash_attention_forward\(query, mask\), got"):
-        versions.require_torch_operator(FORWARD, ("query", "mask"))
-    with pytest.raises(UnsupportedError, match="torch: wanted one with aten::_no_such_operator, got"):
-        versions.require_torch_operator("_no_such_operator", ())
-
-
-def test_a_torch_without_the_registry_is_refused_by_name(monkeypatch):
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    with pytest.raises(
-        UnsupportedError, match=r"torch: wanted one with torch.nn.attention.activate_flash_attention_impl"
-    ):
-        versions.require_torch_registry()
+def test_a_model_of_transformers_is_served_as_it_is(log):
+    """Any transformers will do: its `sdpa` is torch's."""
+    transformers = pytest.importorskip("transformers")
+    model = aten.tiny_llama(transformers).to(BF16)
+    tokens = torch.arange(2 * 20).view(2, 20) % 99 + 1
+    with torch.no_grad():
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), **aten.FOUR_TOKENS)
+    assert log.ops == ["GQAPrefill"] * 2 + ["GQADecode"] * 6

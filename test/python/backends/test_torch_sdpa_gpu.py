@@ -8,19 +8,16 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from cuteforge.families.attention import reference
 from cuteforge.integrations.aten_attention import Served
 from cuteforge.integrations.torch_sdpa import register
-from helpers import budget, gpu
-from helpers.floor import floor_of
+from helpers import aten, budget, gpu
 from helpers.packs import offsets
 from helpers.policy import check, draw
-
-varlen = pytest.importorskip("torch.nn.attention.varlen")
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -29,9 +26,7 @@ NAMES_OF_OURS = re.compile(r"(attention|prefill_sm90a)_")
 NAMES_OF_TORCHS = re.compile(r"flash_fwd|cudnn|fmha|cutlassF", re.IGNORECASE)
 # Lq > Lk too: the first queries of the last request see no key.
 LENS_Q, LENS_K = (70, 1, 130, 40), (70, 300, 200, 9)
-needs_pages = pytest.mark.skipif(
-    "block_table" not in (varlen.varlen_attn.__kwdefaults__ or {}), reason="this torch's varlen_attn has no pages"
-)
+needs_pages = pytest.mark.skipif(not aten.VARLEN_HAS_PAGES, reason="this torch's varlen_attn takes no pages")
 
 
 class Log:
@@ -192,7 +187,7 @@ def packed(device, lens_q=LENS_Q, lens_k=LENS_K, dtype=BF16, kv_heads=KV_HEADS):
 def call_packed(q, k, v, window=(-1, 0), lens_q=LENS_Q, lens_k=LENS_K, **options):
     cuts = [offsets(lens).to(q.device) for lens in (lens_q, lens_k)]
     sizes = max(lens_q), max(lens_k)
-    return varlen.varlen_attn(q, k, v, *cuts, *sizes, window_size=window, enable_gqa=True, **options)
+    return varlen.varlen_attn(q, k, v, *cuts, *sizes, window_size=window, **aten.VARLEN_GQA, **options)
 
 
 def exact_packed(q, k, v, causal=True, lens_q=LENS_Q, lens_k=LENS_K):
@@ -200,7 +195,6 @@ def exact_packed(q, k, v, causal=True, lens_q=LENS_Q, lens_k=LENS_K):
     return torch.cat([exact_attention(*(x[None] for x in part), causal)[0] for part in parts])
 
 
-@needs_pages
 def test_varlen_attn_gives_the_exact_result_and_log_sum_exps(device, served):
     q, k, v = packed(device)
     out, lse = call_packed(q, k, v, return_aux=varlen.AuxRequest(lse=True))
@@ -212,7 +206,6 @@ def test_varlen_attn_gives_the_exact_result_and_log_sum_exps(device, served):
         torch.testing.assert_close(lse[:, first:end], want[0].float(), rtol=0, atol=0.02)
 
 
-@needs_pages
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (50, 0)])
 def test_torchs_backward_takes_packed_requests(device, log, window):
     """Requests with more queries than keys too: a query without a key has a log-sum-exp of -inf."""
@@ -244,7 +237,7 @@ def test_varlen_attn_over_pages_gives_the_exact_result(device, served, page_size
     lens_k = (70, 300, 520, 9)
     (q, k, v), table = paged(device, lens_q, lens_k, page_size)
     lengths, cuts = torch.tensor(lens_k, device=device, dtype=torch.int32), offsets(lens_q).to(device)
-    options = {"seqused_k": lengths, "block_table": table, "num_splits": num_splits, "enable_gqa": True}
+    options = {"seqused_k": lengths, "block_table": table, "num_splits": num_splits, **aten.VARLEN_GQA}
     options |= {"window_size": (-1, 0), "return_aux": varlen.AuxRequest(lse=True)}
     out, lse = varlen.varlen_attn(q, k, v, cuts, None, max(lens_q), max(lens_k), **options)
     assert served.handed_on == 0
@@ -255,13 +248,12 @@ def test_varlen_attn_over_pages_gives_the_exact_result(device, served, page_size
         torch.testing.assert_close(lse[:, first:end], want_lse[0].float(), rtol=0, atol=0.02)
 
 
-@needs_pages
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no varlen_attn_out")
 def test_varlen_attn_out_writes_where_it_is_told(device, served):
     q, k, v = packed(device)
     cuts, sizes = [offsets(lens).to(device) for lens in (LENS_Q, LENS_K)], (max(LENS_Q), max(LENS_K))
     out = torch.full_like(q, torch.nan)
-    options = {"window_size": (-1, 0), "enable_gqa": True}
+    options = {"window_size": (-1, 0)} | aten.VARLEN_GQA
     with torch.no_grad():
         varlen.varlen_attn_out(out, q, k, v, *cuts, *sizes, **options)
     assert torch.equal(out, call_packed(q, k, v))
@@ -279,31 +271,72 @@ def names_of_kernels(call) -> list[str]:
     return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def test_a_model_of_transformers_runs_on_our_kernels(device, served):
+@pytest.fixture
+def profiler(device):
+    """Skips where a profile shows not even a kernel of torch's: the driver may keep its counters to the superuser."""
+    x = torch.ones(64, device=device)
+    if not names_of_kernels(lambda: x + x):
+        pytest.skip("torch's profiler sees no kernels on this machine")
+
+
+@pytest.fixture
+def transformers():
+    """Of any version: a model with torch's attention needs nothing of our adapter."""
+    return pytest.importorskip("transformers")
+
+
+def check_profile(call, count: int) -> None:
+    """At least `count` kernels of ours run in a call, and no attention of torch's."""
+    names = names_of_kernels(call)
+    ours = [name for name in names if NAMES_OF_OURS.match(name)]
+    assert len(ours) >= count, sorted(set(names))
+    assert not [name for name in names if NAMES_OF_TORCHS.search(name)]
+
+
+# `transformers` and `profiler` come before `served`, which asks at the end whether anything was served: a skip is not.
+
+
+def test_a_model_of_transformers_gives_what_eager_attention_gives(device, transformers, served):
     """Nothing in it is changed: its attention is torch's."""
-    transformers = pytest.importorskip("transformers", minversion=floor_of("transformers"))
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 100, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(device, BF16).eval()
+    model = aten.tiny_llama(transformers).to(device, BF16)
     tokens = torch.arange(2 * 90, device=device).view(2, 90) % 99 + 1
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-
-    def run():
-        return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-
     with torch.no_grad():
-        run()  # compiles
         got = model(tokens).logits
-        names = names_of_kernels(run)
         model.float().set_attn_implementation("eager")
         want = model(tokens).logits
     torch.testing.assert_close(got.float(), want, rtol=0, atol=0.05)
-    if not names:
-        pytest.skip("torch's profiler sees no kernels on this machine")
-    ours = [name for name in names if NAMES_OF_OURS.match(name)]
-    assert len(ours) >= 2 * 4, sorted(set(names))
-    assert not [name for name in names if NAMES_OF_TORCHS.search(name)]
+    assert (served.served, served.handed_on) == (2, 0)
+
+
+def test_a_profile_of_a_model_of_transformers_shows_our_kernels(device, transformers, profiler, served):
+    """A prompt and three steps of decode, in two layers."""
+    model = aten.tiny_llama(transformers).to(device, BF16)
+    tokens = torch.arange(2 * 90, device=device).view(2, 90) % 99 + 1
+
+    def run():
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), **aten.FOUR_TOKENS)
+
+    with torch.no_grad():
+        run()  # compiles
+        check_profile(run, 2 * 4)
+    assert (served.served, served.handed_on) == (2 * 2 * 4, 0)
+
+
+def test_a_profile_of_a_layer_shows_our_kernels_and_torchs_after_the_way_back(device, profiler, log):
+    """A module as people write it, and the same check fails once torch serves it again."""
+    torch.manual_seed(0)
+    layer = aten.Layer().to(device, BF16)
+    x = torch.randn(2, 90, 512, device=device, dtype=BF16)
+    with torch.no_grad():
+        want = layer(x)
+        with register():
+            got = layer(x)  # compiles
+            check_profile(lambda: layer(x), 1)
+        names = names_of_kernels(lambda: layer(x))
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    assert (log.served, log.handed_on) == (2, 0)
+    assert not [name for name in names if NAMES_OF_OURS.match(name)]
+    assert [name for name in names if NAMES_OF_TORCHS.search(name)], sorted(set(names))
 
 
 @pytest.mark.parametrize("road", ROADS)

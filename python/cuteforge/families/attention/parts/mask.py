@@ -142,8 +142,8 @@ def found_anew(row) -> Int32:
 def kept_bit(n: int, e: int) -> int:
     """Which bit tells of a lane's score `e` of the `n`-th eight columns of a tile; see `RowChunks.bits`."""
     chunk, half = divmod(n, 2)
-    turn, source = divmod(chunk, LANES)
-    return source // 2 * 16 + source % 2 + 8 * e + 4 * turn + 2 * half
+    number, source = divmod(chunk, LANES)
+    return source // 2 * 16 + source % 2 + 8 * e + 4 * number + 2 * half
 
 
 class MaskRow(TraceConstant):
@@ -170,16 +170,16 @@ class MaskRow(TraceConstant):
         self.num_cols = select(exists, mMask.shape[-1], Int32(0))
 
     def look_up(self, first, chunks: int, lane, prefetches: bool) -> "RowChunks":
-        """Start to read `chunks` chunks of columns from `first` on, by the four lanes in turn."""
-        turns = -(-chunks // LANES)
+        """Start to read `chunks` chunks of columns from `first` on, by the four lanes one after another."""
+        rounds = -(-chunks // LANES)
         words, slow_bits = [], Uint32(0)
-        for turn in range(turns):
-            chunk = turn * LANES + lane % LANES
-            # in the last turn some lanes have none
+        for number in range(rounds):
+            chunk = number * LANES + lane % LANES
+            # in the last round some lanes have none
             num_cols = self.num_cols if chunks % LANES == 0 else select(chunk < chunks, self.num_cols, Int32(0))
             found, bits = self.load(first + chunk * CHUNK, num_cols)
             words.append([found[i] for i in range(WORDS)])
-            slow_bits = slow_bits | (bits << (WORDS * turn))
+            slow_bits = slow_bits | (bits << (WORDS * number))
         if prefetches:
             self._prefetch(first + chunks * CHUNK + lane % LANES * CHUNK)
         return RowChunks(words, slow_bits, min(chunks, LANES), lane)
@@ -194,7 +194,7 @@ class MaskRow(TraceConstant):
     def load(self, col: Int32, num_cols: Int32):
         """The four words of a chunk of columns; what there is past the last column is not defined.
 
-        Of the last bytes of the mask, after which its memory may end, the bits come instead, as those of the first turn
+        Of the last bytes of the mask, after which its memory may end, the bits come instead, as those of the first round
         in `RowChunks.packed`, and words of zeros.
         """
         words, bits = cute.make_rmem_tensor(WORDS, Uint32), Uint32(0)
@@ -253,7 +253,7 @@ class RowChunks(TraceConstant):
     """Bytes of a row of a mask that the four lanes of a row have loaded.
 
     Args:
-        words: by turn, what a lane has loaded.
+        words: by round, what a lane has loaded.
         bits: what is known as bits already, as `packed`.
         sources: lanes that have loaded anything.
     """
@@ -262,11 +262,11 @@ class RowChunks(TraceConstant):
         self.words, self.known_bits, self.sources, self.lane = words, bits, sources, lane
 
     def packed(self) -> Uint32:
-        """A bit for each byte that the lane has loaded: byte j of word w of turn t becomes bit ``8 j + 4 t + w``."""
+        """A bit for each byte that the lane has loaded: byte j of word w of round t becomes bit ``8 j + 4 t + w``."""
         packed = self.known_bits
-        for turn, words in enumerate(self.words):
+        for number, words in enumerate(self.words):
             for i, word in enumerate(words):
-                packed = packed | (nonzero_bytes(word) >> (7 - (WORDS * turn + i)))
+                packed = packed | (nonzero_bytes(word) >> (7 - (WORDS * number + i)))
         return packed
 
     def bits(self) -> Uint32:

@@ -35,7 +35,7 @@ class ScoreCap(TraceConstant):
             for block in cutlass.range_constexpr(rS.shape[0]):
                 for n in cutlass.range_constexpr(0, rS.shape[1], 2):
                     for half in cutlass.range_constexpr(HALVES):
-                        places = [(n + i, 2 * half + e) for i in range(2) for e in range(2)]
-                        capped = tanh_scaled([rS[block, m, e] for m, e in places], self.scale)
-                        for (m, e), value in zip(places, capped):
+                        indices = [(n + i, 2 * half + e) for i in range(2) for e in range(2)]
+                        capped = tanh_scaled([rS[block, m, e] for m, e in indices], self.scale)
+                        for (m, e), value in zip(indices, capped):
                             rS[block, m, e] = value

@@ -1,7 +1,7 @@
 """Moving short runs of elements between global memory, shared memory and registers."""
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from cuteforge.device.math import select
 from cuteforge.device.traced import TraceConstant
@@ -24,6 +24,15 @@ def row_address(m: cute.Tensor, index: tuple):
 def prefetch(address) -> None:
     """Bring what is at a byte address of global memory to L1."""
     cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[address])
+
+
+def broadcast_offset(m: cute.Tensor, index: tuple):
+    """(element offset of the leading `index`, whether it is there); modes of extent 1 stand for any index."""
+    offset, exists = Int64(0), Boolean(True)
+    for i, extent, stride in zip(index, m.shape, m.stride):
+        offset = offset + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
+        exists = exists & ((extent == 1) | (i < extent))
+    return offset, exists
 
 
 def smem_floats(address, count: int, size: int | None = None) -> cute.Tensor:

@@ -1,5 +1,9 @@
 """Which tiles of keys a boolean mask leaves anything of, for the rows of a work tile: from the first such tile to the
-last. Padding, causal masks, windows and documents side by side have nothing outside of these."""
+last. Padding, causal masks, windows and documents side by side have nothing outside of these.
+
+Nobody looks where that would take longer than multiplying: at masks with a row for each query head, or each token of
+heads that are not shared (`OwnRows.are_few`).
+"""
 
 import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
@@ -12,6 +16,8 @@ from cuteforge.families.attention.parts.mask import CHUNK, HIGH_BITS, WORDS, Mas
 from cuteforge.families.attention.work.tile import WorkTile
 from cuteforge.runtime.arch import WARP
 
+# Of a warp. It reads two in the time of a product of 128 rows and 80 keys, and looks at 512 columns.
+FEW_ROWS = 16
 COLS = WARP * CHUNK  # that a warp looks at together, a chunk each lane
 NO_COLS = -(1 << 31)  # so many columns, where a chunk may begin before the first one
 ALL_BYTES = HIGH_BITS
@@ -34,8 +40,8 @@ class LiveTiles(TraceConstant):
         """(first, end) of the live tiles, and of the full ones; `number` counts the work tiles of the CTA."""
         first, end = work.key_tiles()
         first_full, end_full = Int32(0), Int32(0)
-        if end > first:
-            rows = OwnRows(work, self.warps, self.warp, self.lane)
+        rows = OwnRows(work, self.warps, self.warp, self.lane)
+        if (end > first) & rows.are_few:
             first, end = rows.live_tiles(first, end)
             if cutlass.const_expr(rows.is_one):
                 first_full, end_full = rows.full_tiles(first, end)
@@ -64,10 +70,11 @@ class LiveTiles(TraceConstant):
 
 
 class OwnRows(TraceConstant):
-    """The rows of the mask that one warp reads for a work tile; those that several heads share once.
+    """The rows of the mask that one warp reads for a work tile; those that several heads or tokens share once.
 
     Attributes:
         is_one: whether the mask has one row for all.
+        are_few: whether they are read sooner than the tiles of keys would be multiplied.
     """
 
     def __init__(self, work: WorkTile, warps: int, warp, lane):
@@ -77,15 +84,19 @@ class OwnRows(TraceConstant):
         self.is_one = rank == 2
         # rows on their way; more take more registers than these warps have
         self.at_once = 1 if self.is_one or work.traits.problem.is_paged else 2
-        self.step = work.counts.divisors.group_size.divisor
-        if rank == 4:
-            self.step = Int32(select(work.ops.mMask.shape[1] == 1, self.step, Int32(1)))
+        group_size, shape = work.counts.divisors.group_size.divisor, work.ops.mMask.shape
+        self.step = Int32(select(shape[1] == 1, group_size, Int32(1))) if rank == 4 else group_size
         # from the first row of a token on, where rows of a token are alike
         first_row = work.first_row // self.step * self.step
         count = (work.last_row() - first_row) // self.step + 1
+        if rank > 2:
+            # one token has the rows of all
+            of_token = (group_size + self.step - 1) // self.step
+            count = Int32(select(shape[rank - 2] == 1, cutlass.min(count, of_token), count))
         share = (count + warps - 1) // warps
         self.first_row = first_row + warp * share * self.step
         self.count = cutlass.max(cutlass.min(share, count - warp * share), 0)
+        self.are_few = share <= FEW_ROWS
         if self.is_one:
             self.first_row, self.count = work.first_row, Int32(1)
 

@@ -1,9 +1,9 @@
 """Numbers of the caller's that are added to the scores."""
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import as_fp32, gmem_run, pair_to_fp32
+from cuteforge.device.copy import as_fp32, broadcast_offset, gmem_run, pair_to_fp32
 from cuteforge.device.dtypes import DTYPES
 from cuteforge.device.math import LOG2_E, fma_rz, select
 from cuteforge.device.traced import TraceConstant
@@ -80,13 +80,10 @@ class BiasRow(TraceConstant):
         if work.traits.v_tiles > 24 and work.traits.reads_keys_once:
             row = found_anew(row)
         token, head = work.token_and_head(row)
-        offset, exists = Int64(0), Boolean(row < work.num_rows)
-        for i, extent, stride in zip((work.batch, head, token), mBias.shape, mBias.stride):
-            offset = offset + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
-            exists = exists & ((extent == 1) | (i < extent))
+        offset, exists = broadcast_offset(mBias, (work.batch, head, token))
         self.address = mBias.iterator.toint() + offset * self.itemsize
         self.step = Int64(mBias.stride[3]) * self.itemsize
-        self.num_cols = select(exists, mBias.shape[3], Int32(0))
+        self.num_cols = select(exists & (row < work.num_rows), mBias.shape[3], Int32(0))
 
     @cute.jit
     def pairs(self, first: Int32, cols: cutlass.Constexpr):

@@ -8,7 +8,7 @@ request: loads of the two bytes that a lane needs took more of L1's time than th
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from cuteforge.device.copy import gmem_run, prefetch
+from cuteforge.device.copy import broadcast_offset, gmem_run, prefetch
 from cuteforge.device.math import NEG_INF, select, where
 from cuteforge.device.traced import TraceConstant
 from cuteforge.families.attention.parts.softmax import HALVES
@@ -161,13 +161,10 @@ class MaskRow(TraceConstant):
         mMask = work.ops.mMask
         token, head = work.token_and_head(row)
         index = {2: (work.batch,), 3: (work.batch, token), 4: (work.batch, head, token)}[len(mMask.shape)]
-        address, exists = mMask.iterator.toint(), Boolean(row < work.num_rows)
-        self.end = address + work.counts.divisors.mask_bytes
-        for i, extent, stride in zip(index, mMask.shape, mMask.stride):
-            address = address + Int64(select(extent == 1, Int32(0), i)) * Int64(stride)
-            exists = exists & ((extent == 1) | (i < extent))
-        self.address = address
-        self.num_cols = select(exists, mMask.shape[-1], Int32(0))
+        offset, exists = broadcast_offset(mMask, index)
+        start = mMask.iterator.toint()
+        self.address, self.end = start + offset, start + work.counts.divisors.mask_bytes
+        self.num_cols = select(exists & (row < work.num_rows), mMask.shape[-1], Int32(0))
 
     def look_up(self, first, chunks: int, lane, prefetches: bool) -> "RowChunks":
         """Start to read `chunks` chunks of columns from `first` on, by the four lanes one after another."""
@@ -194,8 +191,8 @@ class MaskRow(TraceConstant):
     def load(self, col: Int32, num_cols: Int32):
         """The four words of a chunk of columns; what there is past the last column is not defined.
 
-        Of the last bytes of the mask, after which its memory may end, the bits come instead, as those of the first round
-        in `RowChunks.packed`, and words of zeros.
+        Of the last bytes of the mask, after which its memory may end, the bits come instead, as those of round 0 in
+        `RowChunks.packed`, and words of zeros.
         """
         words, bits = cute.make_rmem_tensor(WORDS, Uint32), Uint32(0)
         words.fill(0)

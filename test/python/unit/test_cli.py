@@ -336,6 +336,7 @@ def test_doctor_says_for_each_gpu_what_runs(monkeypatch, capability, variable, s
     for name, value in (("is_available", True), ("device_count", 1), ("get_device_properties", properties)):
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+    monkeypatch.setattr(arch.clusters, "reach_of", lambda index, num_sms, smem: num_sms)
     monkeypatch.setenv("CUTEFORGE_ARCH", variable)
     arch._device_arch.cache_clear()
     try:

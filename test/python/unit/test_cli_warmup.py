@@ -17,7 +17,7 @@ from cuteforge import GQAPrefill, PagedGQADecode, RotaryEmbedding, TensorSpec
 from cuteforge.__main__ import main
 from cuteforge.cli import processes, warmup
 from cuteforge.cli.families import FAMILIES, Configuration, preset_configurations
-from cuteforge.cli.families.attention import MANY_TOKENS
+from cuteforge.cli.families.attention import MANY_REQUESTS, MANY_TOKENS
 from cuteforge.errors import ContractError, UnsupportedError
 from cuteforge.runtime import arch, compile_cache, disk_cache
 from helpers import process
@@ -249,7 +249,12 @@ def test_presets_compile_what_calls_of_real_sizes_run():
     for append in (False, True):
         tensors = {"new_k": new, "new_v": new} if append else {}
         op = PagedGQADecode(q, pool, pool, i32(64, 77), q, seqlens_k=i32(64), **tensors)
-        assert op._kernel_key(op.dims, H200) == preset_key("attention", "paged decode", append=append)
+        assert op._kernel_key(op.dims, H200) == preset_key(
+            "attention", "paged decode", append=append, requests=MANY_REQUESTS
+        )
+        two = bf16(2, 32, 128)
+        few = PagedGQADecode(two, pool, pool, i32(2, 77), two, seqlens_k=i32(2))
+        assert few._kernel_key(few.dims, H200) == preset_key("attention", "paged decode")
     for batch, tokens in ((1, 512), (4, 4096)):
         q, kv = bf16(batch, tokens, 32, 128), bf16(batch, tokens, 8, 128)
         op = GQAPrefill(q, kv, kv, q, causal=True)

@@ -41,6 +41,7 @@ def dense(dtype, *offsets):
         *offsets,
         ints(5, 7),
         torch.arange(14).view(2, 7) % 3 > 0,
+        randn(2, 1, 3, 7, dtype=torch.float32),
         torch.zeros(4),
         None,
         True,
@@ -53,7 +54,7 @@ def dense(dtype, *offsets):
 def paged(dtype, q, *rows):
     pool = randn(6, 4, 2, 16, dtype=dtype)
     table = ints(0, 1, 2, 3).view(2, 2)
-    return (q, pool, pool * 0.5, table, *rows, None, torch.zeros(4), None, True, None, None, None)
+    return (q, pool, pool * 0.5, table, *rows, None, None, torch.zeros(4), None, True, None, None, None)
 
 
 def merge(dtype):

@@ -123,7 +123,8 @@ def _case(name: str, problem: Problem) -> Case:
 
 
 def _sample(use: Use, device: str = "cuda"):
-    options = {"tokens": 1} if use.is_decode else {}
+    # work tiles as many as those of the input, of one KV head
+    options = {"tokens": 1, "requests": len(use.lens_k) * KV_HEADS} if use.is_decode else {}
     group = HEADS // KV_HEADS
     return _MAKERS[use.op](head_dim=HEAD_DIM, dtype="bfloat16", device=device, group=group, **options)
 

@@ -98,7 +98,7 @@ class OwnRows(TraceConstant):
         self.count = cutlass.max(cutlass.min(share, count - warp * share), 0)
         self.are_few = share <= FEW_ROWS
         if self.is_one:
-            self.first_row, self.count = work.first_row, Int32(1)
+            self.first_row, self.count, self.are_few = work.first_row, Int32(1), Boolean(True)
 
     @cute.jit
     def live_tiles(self, first: Int32, end: Int32):

@@ -1,6 +1,6 @@
 """Speed of attention on sizes that a seed draws, so that no rule is made for the sizes that are timed.
 
-    python benchmarks/bench_sweep.py 7                          decode, dense and paged, and prefill
+    python benchmarks/bench_sweep.py 7                          decode and prefill, dense, paged, packed, with masks
     python benchmarks/bench_sweep.py 7 --cases decode --count 20
 
 Every size passes a check against fp64 before it is timed. Prints each size, and for each group the geometric mean, the
@@ -13,13 +13,13 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import harness
 import peers
-from attention_problem import Dense, Heads, Packed, Shape, build_rivals, dense_rivals, gated, measure
-from bench_attention import DECODE_PEERS, FA4, PREFILL_PEERS, packed_rivals
+from attention_problem import DEVICE, Dense, Heads, Packed, Shape, build_rivals, dense_rivals, gated, measure
+from bench_attention import CUDNN_SDPA, DECODE_PEERS, FA4, PREFILL_PEERS, packed_rivals
 from bench_paged_attention import paged_copy
 from runner import Run
 
@@ -40,6 +40,7 @@ PREFILL_HEADS = tuple(
 PAGE_SIZES = (1, 16, 16, 64, 128)
 KEY_BYTES = 3e5, 6e8  # of all keys and values of a decode
 FLOPS = 2e9, 8e12  # of a prefill
+MASK_BYTES = 4e9  # at most, a byte for each score
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,82 @@ def packs(draw: random.Random, count: int) -> Iterator[tuple[str, list[int], Hea
         yield f"pack {i}: {len(lengths)} to {longest} {heads.name}", lengths, heads
 
 
+PATTERNS = ("padding", "random", "random by head", "causal", "window", "documents")
+
+
+class Masked(Dense):
+    """A prefill with a boolean mask, of a pattern of `PATTERNS`."""
+
+    def __init__(self, shape: Shape, pattern: str) -> None:
+        import torch
+
+        super().__init__(shape)
+        self.name, keys = f"{shape.name} {pattern}", torch.arange(shape.kv_len, device=DEVICE)
+        rows, cols = keys[:, None], keys[None]
+        if pattern == "padding":
+            lengths = torch.randint(shape.kv_len // 2, shape.kv_len + 1, (shape.batch, 1), device=DEVICE)
+            self.mask = cols < lengths
+        elif pattern.startswith("random"):
+            heads = shape.heads.heads if "head" in pattern else 1
+            self.mask = torch.rand(shape.batch, heads, *[shape.kv_len] * 2, device=DEVICE) < 0.7
+        else:
+            near, same = rows - cols < shape.kv_len // 8, rows * 5 // shape.kv_len == cols * 5 // shape.kv_len
+            kept = {"causal": cols <= rows, "window": (cols <= rows) & near, "documents": same}[pattern]
+            self.mask = kept.expand(shape.batch, 1, -1, -1).contiguous()
+        self.tensors = {"mask": self.mask}
+
+    def check(self, out, who: str) -> None:
+        """The first and the last request, with fp64."""
+        import torch
+
+        from cuteforge.families.attention import reference
+
+        for b in {0, self.shape.batch - 1}:
+            one = slice(b, b + 1)
+            operands = tuple(x[one] for x in self.inputs)
+            exact, _ = reference.attend(*operands, mask=self.mask[one], compute_dtype=torch.float32)
+            error = (out[one].double() - exact.double()).abs().max().item()
+            if not error <= 0.02:
+                raise AssertionError(f"{who}, {self.name}: request {b} is off by {error:.3g}")
+
+    def torch_call(self) -> Callable[[], object]:
+        """torch's own attention with the same mask, by cuDNN."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        q, k, v = (x.transpose(1, 2) for x in self.inputs)
+        mask = self.mask[:, None, None] if self.mask.dim() == 2 else self.mask
+        mask = mask.expand(-1, -1, q.shape[2], -1)
+
+        def call():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                attend = torch.nn.functional.scaled_dot_product_attention
+                return attend(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+        return call
+
+
+def masked(draw: random.Random, count: int) -> Iterator[tuple[Shape, str]]:
+    """Prefills of as many queries as keys, each with a pattern."""
+    while count:
+        heads, batch, keys = draw.choice(PREFILL_HEADS), log_uniform(draw, 1, 16), log_uniform(draw, 128, 8192)
+        shape = Shape(batch, keys, keys, heads)
+        if FLOPS[0] < shape.flops < FLOPS[1] and batch * heads.heads * keys**2 < MASK_BYTES:
+            count -= 1
+            yield shape, draw.choice(PATTERNS)
+
+
+def mask_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
+    """Masks beside cuDNN, and padding beside our own lengths."""
+    for shape, pattern in masked(draw, count):
+        problem = Masked(shape, pattern)
+        rivals = build_rivals({CUDNN_SDPA: problem.torch_call} if run.peer else {}, problem)
+        us = measure(run, {"ours": gated(problem), **rivals})
+        ours = us.pop("ours")
+        if us:
+            yield Timed("masks", problem.name, ours, us)
+
+
 def decode_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
     """Dense decode beside the peers, and pages beside the dense peers and beside our own dense decode."""
     for shape, page_size in decodes(draw, count):
@@ -106,14 +183,18 @@ def decode_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
 
 
 def prefill_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
-    """Prefill beside the peers; torch's own are causal only from the first key on, so that chunks have one peer."""
+    """Prefill beside the peers, torch's own of which are causal only from the first key on, so that chunks have one
+    peer; and pages beside our own dense prefill."""
     for shape in prefills(draw, count):
         dense = Dense(shape)
+        paged = paged_copy(dense, draw.choice(PAGE_SIZES))
         names = PREFILL_PEERS if shape.q_len == shape.kv_len or not shape.causal else (FA4,)
-        us = measure(run, {"ours": gated(dense), **build_rivals(dense_rivals(run.peer or {}, names, dense), dense)})
-        ours = us.pop("ours")
+        calls = {"dense": gated(dense), "paged": gated(paged)}
+        us = measure(run, calls | build_rivals(dense_rivals(run.peer or {}, names, dense), dense))
+        ours, pages = us.pop("dense"), us.pop("paged")
         if us:
             yield Timed("prefill", shape.name, ours, us)
+        yield Timed("paged prefill, over our dense", paged.name, pages, {"ours dense": ours})
 
 
 def pack_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
@@ -126,7 +207,7 @@ def pack_times(run: Run, draw: random.Random, count: int) -> Iterator[Timed]:
             yield Timed("packed prefill", name, ours, us)
 
 
-SECTIONS = {"decode": decode_times, "prefill": prefill_times, "packed": pack_times}
+SECTIONS = {"decode": decode_times, "prefill": prefill_times, "packed": pack_times, "masks": mask_times}
 
 
 def summary(group: str, times: Sequence[Timed]) -> str:

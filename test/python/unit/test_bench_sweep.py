@@ -15,7 +15,7 @@ import bench_sweep  # noqa: E402
 from bench_sweep import Timed  # noqa: E402
 
 
-@pytest.mark.parametrize("draws", [bench_sweep.decodes, bench_sweep.prefills, bench_sweep.packs])
+@pytest.mark.parametrize("draws", [bench_sweep.decodes, bench_sweep.prefills, bench_sweep.packs, bench_sweep.masked])
 def test_a_seed_draws_the_same_sizes_and_another_draws_others(draws):
     first, again, other = (list(draws(random.Random(seed), 12)) for seed in ("1", "1", "2"))
     assert first == again and len(first) == 12
@@ -29,6 +29,22 @@ def test_sizes_are_within_their_limits():
     for shape in bench_sweep.prefills(random.Random(3), 40):
         assert bench_sweep.FLOPS[0] < shape.flops < bench_sweep.FLOPS[1]
         assert shape.q_len == shape.kv_len or shape.causal
+    for shape, pattern in bench_sweep.masked(random.Random(3), 40):
+        assert pattern in bench_sweep.PATTERNS and shape.kv_len**2 < bench_sweep.MASK_BYTES
+
+
+@pytest.mark.parametrize("pattern", bench_sweep.PATTERNS)
+def test_a_masked_problem_is_checked_with_its_mask(pattern, monkeypatch):
+    """What eager code gives passes, and what it gives without the mask does not."""
+    from cuteforge.families.attention import reference
+
+    monkeypatch.setattr("attention_problem.DEVICE", "cpu")
+    monkeypatch.setattr("bench_sweep.DEVICE", "cpu")
+    shape = bench_sweep.Shape(2, 40, 40, bench_sweep.Heads(4, 2, 16))
+    problem = bench_sweep.Masked(shape, pattern)
+    problem.check(reference.attend(*problem.inputs, mask=problem.mask)[0], "eager")
+    with pytest.raises(AssertionError, match="is off by"):
+        problem.check(reference.attend(*problem.inputs)[0], "eager without the mask")
 
 
 def test_the_summary_names_the_worst_sizes_first():

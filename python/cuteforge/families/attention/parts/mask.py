@@ -23,7 +23,7 @@ EVERY_OTHER = 0x5555  # bits of a half word
 
 
 class ScoreMask(TraceConstant):
-    """Sets the scores that do not count to -inf.
+    """Sets the scores that do not count, to -inf if nothing else is said.
 
     Args:
         rows: a lane's packed rows, by block and half.
@@ -76,15 +76,16 @@ class ScoreMask(TraceConstant):
         return bits
 
     @cute.jit
-    def apply(self, rS: cute.Tensor, tile: Int32, found: list | None):
-        """Mask the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4); `found` is what was looked up for it."""
+    def apply(self, rS: cute.Tensor, tile: Int32, found: list | None, value: cutlass.Constexpr = NEG_INF):
+        """Set the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4), that do not count to a value; `found` is what
+        was looked up for it."""
         if cutlass.const_expr(found is not None):
             kept = self._kept(found)
             if self._keeps_less(kept):
-                self._set_unkept(rS, kept)
+                self._set_unkept(rS, kept, value)
         first = tile * self.traits.tile.tile_n
         if self._crosses_limit(first):
-            self._set_outside(rS, first)
+            self._set_outside(rS, first, value)
 
     def _kept(self, found: list) -> list:
         """A bit for each of the lane's scores, by block and half; see `kept_bit`."""
@@ -107,17 +108,17 @@ class ScoreMask(TraceConstant):
         return sum(1 << kept_bit(n, e) for n in range(self.traits.tile.tile_n // 8) for e in range(2))
 
     @cute.jit
-    def _set_unkept(self, rS: cute.Tensor, kept: list):
+    def _set_unkept(self, rS: cute.Tensor, kept: list, value: cutlass.Constexpr):
         for block in cutlass.range_constexpr(rS.shape[0]):
             for half in cutlass.range_constexpr(HALVES):
                 bits = kept[block][half]
                 for n in cutlass.range_constexpr(rS.shape[1]):
                     for e in cutlass.range_constexpr(2):
                         is_kept = (bits & Uint32(1 << kept_bit(n, e))) != 0
-                        rS[block, n, 2 * half + e] = where(is_kept, rS[block, n, 2 * half + e], NEG_INF)
+                        rS[block, n, 2 * half + e] = where(is_kept, rS[block, n, 2 * half + e], value)
 
     @cute.jit
-    def _set_outside(self, rS: cute.Tensor, first: Int32):
+    def _set_outside(self, rS: cute.Tensor, first: Int32, value: cutlass.Constexpr):
         for block in cutlass.range_constexpr(rS.shape[0]):
             for half in cutlass.range_constexpr(HALVES):
                 # Formed here, in the few tiles that need it: kept, they would be registers that the others have no room
@@ -130,7 +131,7 @@ class ScoreMask(TraceConstant):
                         counts = n * 8 + e < limit
                         if cutlass.const_expr(self.traits.problem.has_left):
                             counts = counts & (n * 8 + e >= begin)
-                        rS[block, n, 2 * half + e] = where(counts, rS[block, n, 2 * half + e], NEG_INF)
+                        rS[block, n, 2 * half + e] = where(counts, rS[block, n, 2 * half + e], value)
 
 
 def found_anew(row) -> Int32:

@@ -46,8 +46,9 @@ class Scoring(TraceConstant):
         """To the scores of a tile of keys, `rS` (m_blocks, n_tiles, 4); `found` is what was looked up for it."""
         masked = self.mask.look_up(tile) if found.mask is None else found.mask
         if cutlass.const_expr(self.cap.scale is not None):
-            # Four of a row are capped together. What does not count may be NaN and must not reach what does.
-            self.mask.apply(rS, tile, masked)
+            # Four of a row are capped together. What does not count may be NaN and must not reach what does; -inf would
+            # become NaN where the scale is 0.
+            self.mask.apply(rS, tile, masked, 0.0)
             self.cap.apply(rS)
         self.bias.add(rS, tile, found.bias)
         self.mask.apply(rS, tile, masked)

@@ -42,7 +42,11 @@ def require_torch_registry() -> None:
 
 
 def require_torch_operator(name: str, arguments: Sequence[str]) -> None:
-    """Raise UnsupportedError unless ``aten::<name>`` takes these arguments by position."""
+    """Check that torch's operator ``aten::<name>`` has exactly these positional arguments.
+
+    Raises:
+        UnsupportedError: it has others, or this torch has no such operator.
+    """
     import torch
 
     operator = getattr(torch.ops.aten, name, None)

@@ -63,7 +63,8 @@ def served_on_cpu(monkeypatch) -> tuple[Served, Log]:
 
 
 def sdpa_kernel_of(served: Served):
-    """What makes a kernel of the operator that ``F.scaled_dot_product_attention`` calls on a CPU."""
+    """Return a function that builds our kernel for ``F.scaled_dot_product_attention`` on a CPU from the kernel that it
+    replaces."""
 
     def make(before):
         def kernel(keys: Any, q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):

@@ -212,10 +212,10 @@ def _tile(problem: Problem, has_few_rows: bool, num_stages: int) -> WarpgroupTil
     if problem.has_bias:
         return WarpgroupTile(2, _most_keys_with_bias(problem), num_stages)
     if problem.widest <= 128:
-        # three have no registers for what a mask keeps, where tiles are large or rows are looked up; fewer keys would
-        # change the bits of the results, which are those of no mask where the mask keeps all
-        is_full = problem.mask_rank > 2 or (problem.mask_rank and (problem.is_paged or problem.widest <= 64))
-        return WarpgroupTile(2 if has_few_rows or is_full else 3, _most_keys(problem), num_stages)
+        # With three, the registers of a lane hold only a mask of one row, beside dense keys and tiles of at most 96.
+        # Tiles of fewer keys would fit too, but a mask that keeps all must give the bits of no mask.
+        fits_three = problem.mask_rank == 0 or (problem.mask_rank == 2 and not problem.is_paged and problem.widest > 64)
+        return WarpgroupTile(3 if fits_three and not has_few_rows else 2, _most_keys(problem), num_stages)
     is_wide = problem.widest > 192 or problem.v_dim > 128
     return WarpgroupTile(2, 80 if is_wide else MAX_TILE_KEYS, num_stages)
 

@@ -1,8 +1,8 @@
 """Which tiles of keys a boolean mask leaves anything of, for the rows of a work tile: from the first such tile to the
 last. Padding, causal masks, windows and documents side by side have nothing outside of these.
 
-Nobody looks where that would take longer than multiplying: at masks with a row for each query head, or each token of
-heads that are not shared (`OwnRows.are_few`).
+There is no search where it would take longer than the products that it saves: for a mask with rows of its own for each
+query head, and where query heads do not share KV heads (`OwnRows.are_few`).
 """
 
 import cutlass
@@ -51,7 +51,7 @@ class LiveTiles(TraceConstant):
 
     @cute.jit
     def _join(self, first: Int32, end: Int32, number: Int32):
-        """What all warps have found; one whose rows see nothing has an end at its first."""
+        """The live tiles of the rows of all warps. A warp whose rows see nothing reports an empty range."""
         own = self._words(number, self.warp)
         if self.lane == 0:
             own[0], own[1] = Uint32(first), Uint32(end)
@@ -70,7 +70,7 @@ class LiveTiles(TraceConstant):
 
 
 class OwnRows(TraceConstant):
-    """The rows of the mask that one warp reads for a work tile; those that several heads or tokens share once.
+    """The rows of the mask that one warp reads for a work tile. A row that several heads or tokens share is read once.
 
     Attributes:
         is_one: whether the mask has one row for all.
@@ -123,9 +123,9 @@ class OwnRows(TraceConstant):
 
     @cute.jit
     def _live(self, col: Int32, begin: Int32, enough: Uint32):
-        """Which of the chunks from `col` on, but for those before `begin`, the mask leaves anything of: a bit each. It
-        may name one of which only what is after the last column is left, and leave out others once one of `enough` is
-        found."""
+        """A bit for each of the chunks from `col` on: whether the mask keeps anything of it. Chunks before `begin` have
+        0. A chunk that crosses the last column may have 1 for bytes after it. Once a bit of `enough` is found, no more rows
+        are read."""
         own, number, live = col + self.lane * CHUNK, self.count, Uint32(0)
         while (number > 0) & ((live & enough) == 0):
             # the last rows of a causal mask see most

@@ -12,7 +12,7 @@ from cuteforge.families.attention.parts.scores import score_factor
 from cuteforge.families.attention.parts.softmax import HALVES
 from cuteforge.families.attention.work.tile import WorkTile
 
-GROUP = 4
+GROUP = 4  # eights of columns that are loaded at once, where nothing is loaded ahead
 NEG_INF_PAIRS = {"bfloat16": 0xFF80FF80, "float16": 0xFC00FC00, "float32": 0xFF800000}
 
 

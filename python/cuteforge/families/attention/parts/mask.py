@@ -47,8 +47,8 @@ class ScoreMask(TraceConstant):
         return end if self.num_cols is None else cutlass.min(end, self.num_cols)
 
     def look_up(self, tile):
-        """What a boolean mask has for a tile of keys, by block and half; None without a mask. All of it is read here,
-        so that it is on its way while scores are computed."""
+        """Load what a boolean mask says of the lane's scores of a tile of keys, by block and half; None without a mask.
+        The loads start here, before the scores are computed, and so run beside that."""
         if self.traits.problem.mask_rank == 0:
             return None
         if self.has_one_row and self.traits.finds_live_tiles:
@@ -68,7 +68,7 @@ class ScoreMask(TraceConstant):
 
     @cute.jit
     def _bits_of_the_row(self, tile: Int32):
-        """Of the one row of a mask of rank 2: it is read only where somebody found that it leaves anything out."""
+        """The lane's bits of a mask of rank 2. Tiles that are known to be kept as a whole are not loaded."""
         bits = Uint32(self._all_bits())
         first, end = self.work.full_tiles
         if tile < first or tile >= end:
@@ -135,8 +135,8 @@ class ScoreMask(TraceConstant):
 
 
 def found_anew(row) -> Int32:
-    """`row`, which the compiler cannot know: what follows from it is found for each tile anew and takes no registers
-    between them."""
+    """`row`, hidden from the compiler, so that it computes what depends on the row for each tile again. Values that are
+    kept from tile to tile would take registers."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[row])
 
 
@@ -184,7 +184,7 @@ class MaskRow(TraceConstant):
 
     @cute.jit
     def _prefetch(self, col: Int32):
-        """What the next tile needs comes to L1 meanwhile."""
+        """Bring what the next tile needs to L1."""
         if col < self.num_cols:
             prefetch(self.address + Int64(col))
 

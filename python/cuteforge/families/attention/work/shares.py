@@ -141,8 +141,8 @@ class Shares(TraceConstant):
 
     @cute.jit
     def _measure(self):
-        """Granules of the whole line, and of the longest row tile; 1 where row tiles are cut one by one, which takes no
-        look at the lengths of all."""
+        """The granules of the whole line, and those of the longest row tile. Both are 1 where row tiles are cut one by
+        one: then nobody needs to read the lengths of all requests."""
         total, longest = Int32(1), Int32(1)
         if self.pieces == 0:
             total, longest = self._measure_line()

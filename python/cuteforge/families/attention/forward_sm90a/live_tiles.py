@@ -123,9 +123,11 @@ class OwnRows(TraceConstant):
 
     @cute.jit
     def _live(self, col: Int32, begin: Int32, enough: Uint32):
-        """A bit for each of the chunks from `col` on: whether the mask keeps anything of it. Chunks before `begin` have
-        0. A chunk that crosses the last column may have 1 for bytes after it. Once a bit of `enough` is found, no more rows
-        are read."""
+        """A bit for each of the chunks from `col` on: whether the mask keeps anything of it.
+
+        Chunks before `begin` have 0. A chunk that crosses the last column may have 1 for bytes after it. Once a bit of
+        `enough` is found, no more rows are read.
+        """
         own, number, live = col + self.lane * CHUNK, self.count, Uint32(0)
         while (number > 0) & ((live & enough) == 0):
             # the last rows of a causal mask see most
